@@ -1,0 +1,1 @@
+"""Network slots, egress policy (nftables) and DNS for guests."""

@@ -1,0 +1,1 @@
+"""Templates: named states that sandboxes are created from."""
