@@ -1,0 +1,190 @@
+"""What the orchestrator needs from the rooms below it, as protocols.
+
+The real implementations live in `vmm`, `network`, `storage`, `templates` and `guest`; tests bring fakes. Nothing here
+has behaviour. Rules that hold for every port: a call that fails or is cancelled leaves nothing taken; a call that gives
+something back may be repeated; failures are `AgentEnvError`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from agentenv.network.base import EgressPolicy, Slot
+from agentenv.vmm.base import Disk, MachineRecord
+
+
+class SlotPool(Protocol):
+    """Prepared networks. Methods raise `NetworkError`; `acquire` raises `CapacityError` when the range is used up."""
+
+    async def start(self, keep: Collection[int]) -> None:
+        """Remove every slot of an earlier process whose index is not in `keep`; begin to warm new ones."""
+
+    async def acquire(self) -> Slot:
+        """Lend a slot that no packet of an earlier guest can reach."""
+
+    async def adopt(self, index: int) -> Slot:
+        """Take over a kept slot, together with the policy that it has."""
+
+    async def apply_policy(self, slot: Slot, policy: EgressPolicy) -> None:
+        """Replace the slot's rules atomically."""
+
+    async def wait_ready(self, slot: Slot) -> None:
+        """Return when the agent in the slot's guest said that it listens, also if it said so before this call."""
+
+    async def release(self, slot: Slot) -> None:
+        """Take a lent slot back. Idempotent."""
+
+    async def close(self) -> None:
+        """Remove the slots that are not lent. Lent ones stay, for the machines that use them."""
+
+
+class DiskStore(Protocol):
+    """Root disks. Methods raise `StorageError` or `InsufficientStorageError`."""
+
+    async def create(self, template_disk: Path, directory: Path) -> Disk:
+        """Make a writable disk in `directory` whose content is the template's."""
+
+    async def remove(self, directory: Path) -> None:
+        """Remove what `create` made in the directory. Idempotent."""
+
+
+class Template(Protocol):
+    """What sandboxes are created from."""
+
+    @property
+    def template_id(self) -> str: ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Aliases, the main one first."""
+
+    @property
+    def rootfs(self) -> Path: ...
+
+    @property
+    def vcpus(self) -> int: ...
+
+    @property
+    def memory_mib(self) -> int: ...
+
+    @property
+    def disk_mib(self) -> int: ...
+
+    @property
+    def default_user(self) -> str: ...
+
+    @property
+    def default_workdir(self) -> str | None: ...
+
+    @property
+    def env(self) -> Mapping[str, str]: ...
+
+
+class TemplateStore(Protocol):
+    """The templates of this node."""
+
+    async def resolve(self, reference: str) -> Template:
+        """Find a template by id or `alias[:tag]`.
+
+        Raises:
+            TemplateNotFoundError: nothing has that name.
+        """
+
+
+class GuestAssets(Protocol):
+    """The files that every guest boots from."""
+
+    @property
+    def kernel(self) -> Path: ...
+
+    @property
+    def initramfs(self) -> Path: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GuestIdentity:
+    """What one life of a guest is told before the first user command (`POST /init` of the agent)."""
+
+    sandbox_id: str
+    template_id: str
+    hostname: str
+    access_token: str = field(repr=False)
+    env_vars: Mapping[str, str] = field(repr=False)
+    default_user: str
+    default_workdir: str | None
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentInfo:
+    """What the agent says of itself."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentMetrics:
+    """A reading by the agent. Sizes in bytes, `cpu_used_pct` of all vCPUs together."""
+
+    timestamp: datetime
+    cpu_count: int
+    cpu_used_pct: float
+    mem_used: int
+    mem_total: int
+    mem_cache: int
+    disk_used: int
+    disk_total: int
+
+
+class Agent(Protocol):
+    """One life of one guest's agent. Methods raise `GuestAgentError`."""
+
+    async def health(self) -> None:
+        """Return when the agent answers."""
+
+    async def init(self, identity: GuestIdentity) -> AgentInfo:
+        """Give the guest its identity, fresh entropy and the time of day."""
+
+    async def metrics(self) -> AgentMetrics: ...
+
+
+class AgentFactory(Protocol):
+    """Makes clients of agents."""
+
+    def __call__(self, host: str, access_token: str) -> Agent: ...
+
+
+class OrphanReaper(Protocol):
+    """Finds what earlier server processes started and nobody owns. Raises `VmmError`."""
+
+    async def reap(self, live: Collection[MachineRecord]) -> Sequence[str]:
+        """End every VMM process of this home, and remove every guest memory file, that no record in `live` names.
+
+        Returns what was removed, in words for the log. The processes are gone when this returns.
+        """
+
+
+class HostProbe(Protocol):
+    """What the host has left. Cheap enough for every create."""
+
+    def available_memory_bytes(self) -> int:
+        """Memory that new guests may touch: the least of the host's, our cgroup's and the memory directory's room."""
+
+    def free_disk_bytes(self) -> int:
+        """Free space of the file system that holds the home."""
+
+
+class Clock(Protocol):
+    """Time, so that tests need not wait for it."""
+
+    def now(self) -> datetime:
+        """The wall clock, aware UTC."""
+
+    def monotonic(self) -> float:
+        """Seconds that only grow."""
+
+    async def sleep(self, seconds: float) -> None: ...
