@@ -37,7 +37,7 @@ class ApiSettings(_Section):
     domain: str = "aenv.localhost"
     """Sandboxes are reached at `{port}-{id}.{domain}`. Names under `.localhost` resolve to loopback in browsers."""
     advertise_domain: str | None = None
-    """The `domain` that clients are told. None: `domain` with the listening port, so that `http://` + `get_host(…)` works."""
+    """The `domain` that clients are told. None: `domain` and the port, so that `http://{get_host(…)}` works."""
     max_body_bytes: int = Field(default=MIB, gt=0)
     """Largest control-plane request body."""
 
@@ -148,6 +148,8 @@ class HomePaths:
         self.templates = home / "templates"
         self.sandboxes = home / "sandboxes"
         self.run = home / "run"
+        self.listening = self.run / "listening"
+        """Holds the URL of the running server, for the command line."""
 
     def sandbox(self, sandbox_id: str) -> Path:
         """Directory of one sandbox: disk, VMM files, logs."""

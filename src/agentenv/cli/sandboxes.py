@@ -1,0 +1,201 @@
+"""Commands on sandboxes as a whole: start, ls, info, rm, timeout, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from datetime import UTC, datetime
+from typing import Annotated, Any
+from urllib.parse import quote, urlencode
+
+import typer
+
+from agentenv.cli.connection import Client, CommandError, connect, sandbox_path
+from agentenv.cli.output import OutputOption, print_fields, print_json, print_rows, wants_json
+
+SandboxArgument = Annotated[str, typer.Argument(metavar="SANDBOX", help="The sandbox id.")]
+
+_HIDDEN = ("envdAccessToken", "trafficAccessToken", "clientID")
+
+
+def parse_pairs(pairs: list[str], option: str) -> dict[str, str]:
+    """`KEY=VALUE` texts of a repeated option as a mapping."""
+    parsed = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise CommandError(f"{option} takes KEY=VALUE, not {pair!r}", exit_code=2)
+        parsed[key] = value
+    return parsed
+
+
+def start(
+    template: Annotated[str, typer.Argument(help="Template to start from.")] = "base",
+    timeout: Annotated[int, typer.Option("-t", "--timeout", help="Seconds until it ends.", min=1)] = 300,
+    env: Annotated[list[str] | None, typer.Option("-e", "--env", help="KEY=VALUE for every process.")] = None,
+    metadata: Annotated[list[str] | None, typer.Option("-m", "--metadata", help="KEY=VALUE to find it by.")] = None,
+    no_internet: Annotated[bool, typer.Option("--no-internet", help="Close the network.")] = False,
+    output: OutputOption = None,
+) -> None:
+    """Start a sandbox and print its id."""
+    body: dict[str, Any] = {
+        "templateID": template,
+        "timeout": timeout,
+        "envVars": parse_pairs(env or [], "--env"),
+        "metadata": parse_pairs(metadata or [], "--metadata"),
+    }
+    if no_internet:
+        body["allow_internet_access"] = False
+
+    async def run() -> None:
+        async with connect() as client:
+            created, _ = await client.request("POST", "/v2/sandboxes", body=body)
+        if wants_json(output):
+            print_json({key: value for key, value in created.items() if key not in _HIDDEN})
+        else:
+            sys.stdout.write(created["sandboxID"] + "\n")
+
+    asyncio.run(run())
+
+
+def ls(
+    state: Annotated[str | None, typer.Option(help="running, paused, or both with a comma.")] = None,
+    metadata: Annotated[list[str] | None, typer.Option("-m", "--metadata", help="KEY=VALUE that must match.")] = None,
+    output: OutputOption = None,
+) -> None:
+    """List sandboxes."""
+    query: dict[str, str] = {}
+    if state:
+        query["state"] = state
+    if metadata:
+        pairs = parse_pairs(metadata, "--metadata")
+        query["metadata"] = urlencode({quote(key): quote(value) for key, value in pairs.items()})
+
+    async def run() -> None:
+        async with connect() as client:
+            rows = await client.list_sandboxes(query)
+        if not wants_json(output):
+            rows = [{**row, "left": _left(row), "started": _local(row["startedAt"])} for row in rows]
+        columns = {
+            "sandboxID": "ID",
+            "templateID": "TEMPLATE",
+            "state": "STATE",
+            "started": "STARTED",
+            "left": "ENDS IN",
+            "cpuCount": "CPU",
+            "memoryMB": "MIB",
+            "metadata": "METADATA",
+        }
+        print_rows(rows, columns, output)
+
+    asyncio.run(run())
+
+
+def info(sandbox: SandboxArgument, output: OutputOption = None) -> None:
+    """Show one sandbox."""
+
+    async def run() -> None:
+        async with connect() as client:
+            found, _ = await client.request("GET", sandbox_path(sandbox))
+        print_fields({key: value for key, value in found.items() if key not in _HIDDEN}, output)
+
+    asyncio.run(run())
+
+
+def rm(
+    sandboxes: Annotated[list[str] | None, typer.Argument(metavar="SANDBOX…", help="Sandbox ids.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All sandboxes of this server.")] = False,
+) -> None:
+    """End sandboxes."""
+    if bool(sandboxes) == everything:
+        raise CommandError("name the sandboxes, or say --all", exit_code=2)
+
+    async def end(client: Client, sandbox_id: str) -> str | None:
+        try:
+            await client.request("DELETE", sandbox_path(sandbox_id))
+        except CommandError as error:
+            return f"{sandbox_id}: {error}"
+        sys.stdout.write(sandbox_id + "\n")
+        return None
+
+    async def run() -> None:
+        async with connect() as client:
+            ids = sandboxes or [row["sandboxID"] for row in await client.list_sandboxes()]
+            failures = [text for text in await asyncio.gather(*(end(client, one) for one in ids)) if text]
+        if failures:
+            raise CommandError("; ".join(failures))
+
+    asyncio.run(run())
+
+
+def timeout(
+    sandbox: SandboxArgument,
+    seconds: Annotated[int, typer.Argument(help="Seconds from now until it ends.")],
+) -> None:
+    """Set when a sandbox ends, counted from now."""
+
+    async def run() -> None:
+        async with connect() as client:
+            await client.request("POST", sandbox_path(sandbox, "/timeout"), body={"timeout": seconds})
+
+    asyncio.run(run())
+
+
+def logs(
+    sandbox: SandboxArgument,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the sandbox ends.")] = False,
+    limit: Annotated[int, typer.Option("-n", "--limit", help="Lines at most.", min=1, max=1000)] = 1000,
+    output: OutputOption = None,
+) -> None:
+    """Show what happened in a sandbox: its life, its agent, its console."""
+
+    async def run() -> None:
+        start_ms = 0
+        async with connect() as client:
+            while True:
+                query = {"start": str(start_ms), "limit": str(limit)}
+                try:
+                    page, _ = await client.request("GET", sandbox_path(sandbox, "/logs"), query=query)
+                except CommandError:
+                    if start_ms:
+                        return
+                    raise
+                entries = page["logEntries"]
+                for entry in entries:
+                    _print_log(entry, as_json=wants_json(output))
+                if entries:
+                    start_ms = int(_instant(entries[-1]["timestamp"]).timestamp() * 1000) + 1
+                if not follow:
+                    return
+                await asyncio.sleep(0.4)  # the API has no push; this is the interval that the E2B CLI polls at
+
+    asyncio.run(run())
+
+
+def _print_log(entry: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(entry, ensure_ascii=False) + "\n")
+    else:
+        fields = entry.get("fields") or {}
+        rest = " ".join(f"{key}={value}" for key, value in fields.items() if key not in ("logger", "level"))
+        moment = _instant(entry["timestamp"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
+        sys.stdout.write(f"{moment} {entry['level']:5} {entry['message']} {rest}".rstrip() + "\n")
+    sys.stdout.flush()
+
+
+def _instant(text: str) -> datetime:
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))
+
+
+def _local(text: str) -> str:
+    return _instant(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _left(row: dict[str, Any]) -> str:
+    if row["state"] != "running":
+        return ""
+    seconds = max(0, int((_instant(row["endAt"]) - datetime.now(UTC)).total_seconds()))
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02}m" if hours else f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"
