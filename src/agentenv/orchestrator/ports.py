@@ -177,6 +177,9 @@ class HostProbe(Protocol):
     def free_disk_bytes(self) -> int:
         """Free space of the file system that holds the home."""
 
+    def boot_id(self) -> str:
+        """A word that changes with every boot of the host: pids of another boot mean nothing."""
+
 
 class Clock(Protocol):
     """Time, so that tests need not wait for it."""
