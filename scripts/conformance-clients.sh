@@ -7,9 +7,9 @@ source "$(dirname "$0")/environment.sh"
 OLD_PYTHON_SDK=2.45.1
 
 old=build/e2b-$OLD_PYTHON_SDK
-if [ ! -x "$old/bin/python" ] || ! "$old/bin/python" -c 'import e2b' 2>/dev/null; then
+if [ ! -x "$old/bin/python" ] || ! "$old/bin/python" -c "import e2b, pytest" 2>/dev/null; then
     .venv/bin/python -m venv "$old"
-    "$old/bin/python" -m pip install -q --disable-pip-version-check "e2b==$OLD_PYTHON_SDK"
+    "$old/bin/python" -m pip install -q --disable-pip-version-check "e2b==$OLD_PYTHON_SDK" pytest
 fi
 
 node_is_new_enough() { command -v node >/dev/null && [ "$(node -p 'process.versions.node.split(".")[0]')" -ge 20 ]; }
