@@ -1,0 +1,262 @@
+"""The two ways of a sandbox's resources: taken in order by `Launcher`, given back in reverse by `Releaser`.
+
+Neither knows of states, callers or timers. What was taken is in `Holdings` the moment it is, so that a release finds it
+whatever interrupted the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from agentenv.config import Settings
+from agentenv.errors import AgentEnvError, InsufficientStorageError, SandboxStartError, StorageError, VmmError
+from agentenv.network.base import (
+    GATEWAY_ADDRESS,
+    GUEST_ADDRESS,
+    GUEST_MAC,
+    GUEST_PREFIX,
+    TAP_NAME,
+    EgressPolicy,
+    Slot,
+)
+from agentenv.orchestrator.journal import Journal
+from agentenv.orchestrator.ports import (
+    Agent,
+    AgentFactory,
+    AgentInfo,
+    Clock,
+    DiskStore,
+    GuestAssets,
+    GuestIdentity,
+    HostProbe,
+    SlotPool,
+    Template,
+)
+from agentenv.orchestrator.tasks import first, in_thread, together
+from agentenv.vmm.base import Disk, GuestNetwork, Machine, MachineConfig, NetworkInterface, Vmm
+
+_log = structlog.get_logger(__name__)
+_CONSOLE_TAIL_BYTES = 4096
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What a sandbox has on this host. Changed by `Launcher` and `Releaser` only."""
+
+    sandbox_id: str
+    directory: Path
+    slot: Slot | None = None
+    machine: Machine | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """All decisions of a start."""
+
+    template: Template
+    policy: EgressPolicy
+    vcpus: int
+    memory_mib: int
+    identity: GuestIdentity
+
+
+class Launcher:
+    """Takes what a sandbox needs and brings it up to a ready agent."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        journal: Journal,
+        vmm: Vmm,
+        slots: SlotPool,
+        disks: DiskStore,
+        assets: GuestAssets,
+        agents: AgentFactory,
+        host: HostProbe,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._journal = journal
+        self._vmm = vmm
+        self._slots = slots
+        self._disks = disks
+        self._assets = assets
+        self._agents = agents
+        self._host = host
+        self._clock = clock
+
+    async def launch(self, plan: LaunchPlan, holdings: Holdings) -> AgentInfo:
+        """Bring the sandbox up. On failure `holdings` says what must be given back.
+
+        Raises:
+            AgentEnvError: of the step that failed.
+            SandboxStartError: the VM ended, or its agent was not ready in time; with the guest's last words.
+        """
+        disk: Disk | None = None
+
+        async def make_disk() -> None:
+            nonlocal disk
+            disk = await self._disks.create(plan.template.rootfs, holdings.directory)
+
+        await in_thread(lambda: _make_directory(holdings.directory))
+        await together(make_disk(), self._take_slot(plan, holdings))
+        assert disk is not None  # noqa: S101 - make_disk returned
+        slot = holdings.slot
+        assert slot is not None  # noqa: S101 - _take_slot returned
+        machine = holdings.machine = await self._vmm.boot(self._machine_config(plan, holdings, disk, slot))
+        await self._journal.note_machine(holdings.sandbox_id, machine.record, self._host.boot_id(), self._clock.now())
+        agent = self._agents(str(slot.address), plan.identity.access_token)
+        outcome = await first(
+            self._machine_end(machine),
+            self._introduce(slot, agent, plan.identity),
+            self._deadline(machine),
+        )
+        if isinstance(outcome, AgentInfo):
+            return outcome
+        raise outcome
+
+    async def _take_slot(self, plan: LaunchPlan, holdings: Holdings) -> None:
+        slot = holdings.slot = await self._slots.acquire()
+        await self._journal.note_slot(holdings.sandbox_id, slot.index, self._clock.now())
+        # Before boot: no packet of this guest passes under the rules of another.
+        await self._slots.apply_policy(slot, plan.policy)
+
+    def _machine_config(self, plan: LaunchPlan, holdings: Holdings, disk: Disk, slot: Slot) -> MachineConfig:
+        return MachineConfig(
+            machine_id=holdings.sandbox_id,
+            directory=holdings.directory,
+            kernel=self._assets.kernel,
+            initramfs=self._assets.initramfs,
+            vcpus=plan.vcpus,
+            memory_mib=plan.memory_mib,
+            disks=(disk,),
+            interface=NetworkInterface(namespace=slot.namespace_path, tap=TAP_NAME, mac=GUEST_MAC),
+            guest_network=GuestNetwork(
+                address=f"{GUEST_ADDRESS}/{GUEST_PREFIX}",
+                gateway=str(GATEWAY_ADDRESS),
+                dns=str(GATEWAY_ADDRESS),
+                mtu=self._settings.network.uplink_mtu,
+            ),
+        )
+
+    async def _introduce(self, slot: Slot, agent: Agent, identity: GuestIdentity) -> AgentInfo | AgentEnvError:
+        await self._slots.wait_ready(slot)
+        return await agent.init(identity)
+
+    async def _deadline(self, machine: Machine) -> AgentInfo | AgentEnvError:
+        timeout_s = self._settings.sandbox.start_timeout_s
+        await self._clock.sleep(timeout_s)
+        words = await last_words(machine)
+        return SandboxStartError(
+            f"the guest's agent was not ready after {timeout_s:g} s; its console ends with: {words}"
+        )
+
+    async def _machine_end(self, machine: Machine) -> AgentInfo | AgentEnvError:
+        ended = await machine.wait()
+        return SandboxStartError(f"the VM ended while it started: {ended.reason}")
+
+
+class Releaser:
+    """Gives back what a sandbox holds."""
+
+    def __init__(self, *, journal: Journal, slots: SlotPool, disks: DiskStore) -> None:
+        self._journal = journal
+        self._slots = slots
+        self._disks = disks
+
+    async def release(self, holdings: Holdings) -> None:
+        """Give everything back and strike it out of the journal. May be repeated after a failure; then it goes on.
+
+        The VM comes first: while it may live, its slot and its disk stay its own.
+
+        Raises:
+            AgentEnvError: of the first step that failed. `holdings` says what is left.
+        """
+        if holdings.machine is not None:
+            await _worded(holdings.machine.kill(), f"the VM of sandbox {holdings.sandbox_id} could not be ended")
+            holdings.machine = None
+        failures = [
+            failure
+            for step in (self._release_slot(holdings), self._remove_files(holdings))
+            if (failure := await _failure_of(step)) is not None
+        ]
+        if failures:
+            raise failures[0]
+        await self._journal.forget(holdings.sandbox_id)
+
+    async def _release_slot(self, holdings: Holdings) -> None:
+        if holdings.slot is not None:
+            await _worded(self._slots.release(holdings.slot), f"slot {holdings.slot.index} could not be taken back")
+            holdings.slot = None
+
+    async def _remove_files(self, holdings: Holdings) -> None:
+        await _worded(self._disks.remove(holdings.directory), f"the disk in {holdings.directory} could not be removed")
+        await in_thread(lambda: remove_directory(holdings.directory))
+
+
+async def _worded(step: Awaitable[None], what: str) -> None:
+    """Await a step; an error that is not ours becomes one."""
+    try:
+        await step
+    except AgentEnvError:
+        raise
+    except Exception as error:
+        _log.exception("release_step_failed", what=what)
+        raise VmmError(f"{what}: {error}") from error
+
+
+async def _failure_of(step: Awaitable[None]) -> AgentEnvError | None:
+    try:
+        await step
+    except AgentEnvError as error:
+        return error
+    return None
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise InsufficientStorageError(f"no space for the directory {directory}; free some") from error
+        raise StorageError(f"cannot make the directory {directory}: {error.strerror}") from error
+
+
+def remove_directory(directory: Path) -> None:
+    """Remove a sandbox's directory and all in it. Idempotent. Blocking.
+
+    Raises:
+        StorageError: something in it cannot be removed.
+    """
+    try:
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        if directory.exists():  # somebody else removed a part meanwhile
+            raise StorageError(f"cannot remove the directory {directory}: it changes") from None
+    except OSError as error:
+        raise StorageError(f"cannot remove the directory {directory}: {error.strerror}") from error
+
+
+async def last_words(machine: Machine) -> str:
+    """The last line that the guest wrote to its console, for messages."""
+
+    def read() -> str:
+        try:
+            with machine.console_log().open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(0, size - _CONSOLE_TAIL_BYTES))
+                lines = file.read().decode("utf-8", "replace").splitlines()
+        except OSError:
+            return "(no console log)"
+        return next((line.strip() for line in reversed(lines) if line.strip()), "(nothing)")
+
+    return await asyncio.to_thread(read)
