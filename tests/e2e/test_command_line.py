@@ -1,0 +1,142 @@
+"""The `aenv` command against a real server: every command once, exit codes, pipes, copies, a terminal, errors."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.server import AENV, RunningServer
+
+pytestmark = [pytest.mark.vm, pytest.mark.root]
+
+
+@pytest.fixture(scope="module")
+def sandbox(server: RunningServer) -> Iterator[str]:
+    made = server.aenv("start", "base", "--timeout", "900", "-m", "made=by-cli", "-e", "GREETING=hi", "-o", "table")
+    assert made.returncode == 0, made.stderr
+    sandbox_id = made.stdout.decode().strip()
+    yield sandbox_id
+    assert server.aenv("rm", sandbox_id).returncode == 0
+
+
+def test_ls_and_info(server: RunningServer, sandbox: str) -> None:
+    rows = json.loads(server.aenv("ls", "-m", "made=by-cli").stdout)
+    assert [row["sandboxID"] for row in rows] == [sandbox]
+    assert sandbox in server.aenv("ls", "-o", "table").stdout.decode()
+    info = json.loads(server.aenv("info", sandbox).stdout)
+    assert info["state"] == "running"
+    assert "envdAccessToken" not in info
+
+
+def test_exec_passes_output_and_exit_code(server: RunningServer, sandbox: str) -> None:
+    done = server.aenv("exec", sandbox, "sh", "-c", "echo $GREETING; echo wrong >&2; exit 17")
+    assert (done.returncode, done.stdout, done.stderr) == (17, b"hi\n", b"wrong\n")
+    assert server.aenv("exec", sandbox, "sh", "-c", "kill -TERM $$").returncode == 143
+
+
+def test_exec_options(server: RunningServer, sandbox: str) -> None:
+    done = server.aenv(
+        "exec", "--user", "root", "--cwd", "/usr", "-e", "A=b c", sandbox, "sh", "-c", "id -un; pwd; echo $A"
+    )
+    assert done.stdout.decode().splitlines() == ["root", "/usr", "b c"]
+
+
+def test_exec_interactive_takes_a_pipe(server: RunningServer, sandbox: str) -> None:
+    data = os.urandom(300_000)
+    done = server.aenv("exec", "-i", sandbox, "cat", data=data)
+    assert done.stdout == data
+    assert server.aenv("exec", sandbox, "cat", data=data).stdout == b""
+
+
+def test_cp_files_and_directories(server: RunningServer, sandbox: str, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "sub").mkdir(parents=True)
+    (tree / "script.sh").write_text("#!/bin/sh\necho ran\n")
+    (tree / "script.sh").chmod(0o755)
+    (tree / "sub" / "data").write_bytes(os.urandom(100_000))
+    (tree / "link").symlink_to("sub/data")
+    assert server.aenv("cp", str(tree), f"{sandbox}:copied").returncode == 0
+    assert server.aenv("exec", sandbox, "/home/user/copied/script.sh").stdout == b"ran\n"
+    assert server.aenv("cp", f"{sandbox}:copied", str(tmp_path / "back")).returncode == 0
+    assert (tmp_path / "back" / "sub" / "data").read_bytes() == (tree / "sub" / "data").read_bytes()
+    assert (tmp_path / "back" / "link").is_symlink()
+    assert server.aenv("cp", str(tree / "script.sh"), f"{sandbox}:/tmp/").returncode == 0
+    assert server.aenv("exec", sandbox, "/tmp/script.sh").stdout == b"ran\n"
+    assert server.aenv("cp", f"{sandbox}:/tmp/script.sh", str(tmp_path / "one")).returncode == 0
+    assert (tmp_path / "one").read_text() == (tree / "script.sh").read_text()
+    missing = server.aenv("cp", f"{sandbox}:/no/such", str(tmp_path / "x"))
+    assert missing.returncode == 1
+    assert len(missing.stderr.decode().strip().splitlines()) == 1
+
+
+def test_shell_is_a_terminal(server: RunningServer, sandbox: str) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(
+            str(AENV), ["aenv", "shell", sandbox], {**server.environment, "AENV_API_URL": server.url, "TERM": "xterm"}
+        )
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 101, 0, 0))
+        seen = bytearray()
+
+        def read_until(text: bytes) -> None:
+            while text not in seen:
+                seen.extend(os.read(terminal, 4096))
+
+        read_until(b"$ ")
+        os.write(terminal, b"stty size; echo mark-$((1+1))\n")
+        read_until(b"mark-2")
+        assert b"33 101" in seen
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 44, 99, 0, 0))
+        seen.clear()
+        os.write(terminal, b"until stty size | grep -q '44 99'; do sleep 0.1; done; echo resized-$((1+2)); exit 6\n")
+        read_until(b"resized-3")
+    finally:
+        _, status = os.waitpid(child, 0)
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 6
+
+
+def test_timeout_and_logs(server: RunningServer, sandbox: str) -> None:
+    assert server.aenv("timeout", sandbox, "800").returncode == 0
+    entries = [json.loads(line) for line in server.aenv("logs", sandbox).stdout.splitlines()]
+    assert entries
+    assert {entry["level"] for entry in entries} <= {"debug", "info", "warn", "error"}
+
+
+def test_errors_are_one_line(server: RunningServer) -> None:
+    for arguments in (
+        ["info", "i0000000000000000000"],
+        ["exec", "../x", "true"],
+        ["start", "nope"],
+        ["rm"],
+        ["cp", "a", "b"],
+        ["nonsense"],
+    ):
+        failed = server.aenv(*arguments)
+        assert failed.returncode != 0, arguments
+        assert len(failed.stderr.decode().strip().splitlines()) == 1, failed.stderr
+    unreachable = subprocess.run(
+        [str(AENV), "ls"],
+        env={**server.environment, "AENV_API_URL": "http://127.0.0.1:9"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert unreachable.returncode == 1
+    assert len(unreachable.stderr.decode().strip().splitlines()) == 1
+
+
+def test_doctor(server: RunningServer) -> None:
+    report = json.loads(server.aenv("doctor", "--json").stdout)
+    assert report["ok"] is True
+    names = {finding["name"] for finding in report["findings"]}
+    assert {"root", "qemu", "nft", "virtualization", "guest assets", "base template"} <= names

@@ -1,0 +1,77 @@
+"""Full disks: of the node while sandboxes start, of a guest while files arrive. What runs goes on running."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2b import NotEnoughSpaceException, Sandbox
+
+from harness.server import RunningServer, built_home
+
+pytestmark = [pytest.mark.vm, pytest.mark.root]
+
+
+@pytest.fixture
+def small_home(tmp_path: Path) -> Iterator[Path]:
+    home = tmp_path / "home"
+    home.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(home)], check=True)
+    try:
+        for name in ("assets", "templates"):
+            (home / name).symlink_to(built_home() / name)
+        (home / "config.toml").write_text("[sandbox]\nmin_free_disk_mib = 128\n")
+        yield home
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+        subprocess.run(["umount", str(home)], check=True)
+
+
+def test_full_node_refuses_and_recovers(small_home: Path) -> None:
+    with RunningServer(small_home) as server:
+        options = {"api_url": server.url, "sandbox_url": server.url, "api_key": server.api_key}
+        running = Sandbox.create(timeout=600, **options)
+        ballast = small_home / "ballast"
+        subprocess.run(["fallocate", "-l", "120m", str(ballast)], check=True)
+
+        status, body, headers = server.api("POST", "/v2/sandboxes", {"templateID": "base"})
+        assert (status, body["code"]) == (507, 507)
+        assert "space" in body["message"] or "disk" in body["message"]
+        assert headers["Should-Retry"] == "false"
+        assert running.commands.run("echo unharmed").stdout == "unharmed\n"
+        assert [row["sandboxID"] for row in server.api("GET", "/v2/sandboxes")[1]] == [running.sandbox_id]
+
+        # Full to the last byte, while a guest writes: the guest gets an error, and lives.
+        with (small_home / "more").open("wb", buffering=0) as more, pytest.raises(OSError):
+            while True:
+                more.write(bytes(1 << 20))
+        full = running.commands.run(
+            "head -c 60000000 /dev/urandom > /home/user/data && sync /home/user/data && echo written || echo refused",
+            timeout=120,
+        )
+        assert full.stdout == "refused\n"
+        assert running.is_running() is True
+
+        ballast.unlink()
+        (small_home / "more").unlink()
+        second = Sandbox.create(timeout=600, **options)
+        assert second.commands.run("echo recovered").stdout == "recovered\n"
+        assert running.is_running() is True
+
+
+def test_full_guest_disk_is_507(server: RunningServer) -> None:
+    sandbox = Sandbox.create(timeout=600, api_url=server.url, sandbox_url=server.url, api_key=server.api_key)
+    try:
+        sandbox.commands.run(
+            "mkdir -p /mnt/small && mount -t tmpfs -o size=8m tmpfs /mnt/small && chmod 777 /mnt/small", user="root"
+        )
+        with pytest.raises(NotEnoughSpaceException):
+            sandbox.files.write("/mnt/small/big", bytes(20 << 20))
+        assert sandbox.commands.run("echo fine").stdout == "fine\n"
+        sandbox.files.remove("/mnt/small/big")
+        sandbox.files.write("/mnt/small/fits", bytes(1 << 20))
+    finally:
+        sandbox.kill()
