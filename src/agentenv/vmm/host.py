@@ -1,0 +1,96 @@
+"""Facts about this host that a VMM needs: versions, the rate of the time-stamp counter, what may hold guest memory.
+
+Reads only; nothing is remembered or decided here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from agentenv.errors import ConfigurationError
+
+log = structlog.get_logger(__name__)
+
+_MEASURE_S = 0.05
+# rdtsc; shl rdx, 32; or rax, rdx; ret
+_RDTSC = bytes.fromhex("0f3148c1e2204809d0c3")
+
+
+def read_qemu_version(qemu: Path) -> str:
+    """Version of a QEMU binary, like `7.2.22`. Blocking.
+
+    Raises:
+        ConfigurationError: there is no QEMU there, or it does not run.
+    """
+    try:
+        result = subprocess.run([str(qemu), "--version"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigurationError(
+            f"QEMU does not run ({qemu}: {error}); install it (Debian, Ubuntu: apt-get install qemu-system-x86) "
+            "or set vmm.qemu to its path"
+        ) from error
+    match = re.search(r"version (\d+\.\d+(?:\.\d+)?)", result.stdout)
+    if match is None:
+        raise ConfigurationError(f"{qemu} does not look like QEMU: {result.stdout[:80]!r}")
+    return match.group(1)
+
+
+def _cpuinfo_tsc_khz() -> int:
+    match = re.search(r"^cpu MHz\s*:\s*([\d.]+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return round(float(match.group(1)) * 1000) if match else 0
+
+
+def measure_tsc_khz() -> int:
+    """Rate of the host's time-stamp counter in kHz, 0 when unknown. Blocking for some 50 ms.
+
+    It is measured against the raw monotonic clock, because `cpu MHz` of /proc/cpuinfo follows the current speed of the
+    core on many machines; that value is used only where this process may not have executable memory.
+    """
+    try:
+        page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    except OSError:
+        return _cpuinfo_tsc_khz()
+    page.write(_RDTSC)
+    anchor = ctypes.c_char.from_buffer(page)
+    read_counter = ctypes.CFUNCTYPE(ctypes.c_uint64)(ctypes.addressof(anchor))
+    start_ns, start_counter = _sample(read_counter)
+    threading.Event().wait(_MEASURE_S)
+    end_ns, end_counter = _sample(read_counter)
+    del read_counter, anchor
+    page.close()
+    return round((end_counter - start_counter) * 1_000_000 / (end_ns - start_ns))
+
+
+def _sample(read_counter: Callable[[], int]) -> tuple[int, int]:
+    """A time in ns and the counter at that time: the closest of some pairs, since a preempted one is wide."""
+    pairs = []
+    for _ in range(20):
+        before = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
+        counter = read_counter()
+        after = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
+        pairs.append((after - before, (before + after) // 2, counter))
+    _, nanoseconds, counter = min(pairs)
+    return nanoseconds, counter
+
+
+def filesystem_is_tmpfs(path: Path) -> bool:
+    """Whether a directory lies on a tmpfs (by the mount table, the longest mount point above it wins)."""
+    target = os.path.realpath(path)
+    best, kind = "", ""
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        left, _, right = line.partition(" - ")
+        mount = left.split()[4].encode().decode("unicode_escape")
+        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, right.split()[0]
+    return kind == "tmpfs"

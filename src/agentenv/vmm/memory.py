@@ -1,0 +1,112 @@
+"""Guest memory files: where they lie while a machine runs, how they are made, and which of them nobody owns.
+
+A memory file is named after its machine in a directory that belongs to one home alone, so that its owner is known
+from its name even when a server died before it noted anything. Every function blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+from agentenv.config import MIB, Settings
+from agentenv.errors import CapacityError, ConfigurationError, InsufficientStorageError, VmmError
+from agentenv.vmm.host import filesystem_is_tmpfs
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+_ENOUGH_BYTES = 1024 * MIB
+"""A /dev/shm smaller than this (containers often have 64 MiB) cannot hold guests, which would die by SIGBUS."""
+_SUFFIX = ".mem"
+
+
+def choose_memory_dir(settings: Settings) -> Path:
+    """The directory of this home's guest memory files: on tmpfs where there is one with room, else in the home.
+
+    On a disk the kernel would write the memory of running guests back all day.
+    """
+    owner = hashlib.sha256(str(settings.home).encode()).hexdigest()[:12]
+    if settings.vmm.memory_dir is not None:
+        return settings.vmm.memory_dir / f"aenv-{owner}"
+    try:
+        room = os.statvfs(_SHARED_MEMORY)
+        roomy = room.f_blocks * room.f_frsize >= _ENOUGH_BYTES and os.access(_SHARED_MEMORY, os.W_OK)
+    except OSError:
+        roomy = False
+    if roomy and filesystem_is_tmpfs(_SHARED_MEMORY):
+        return _SHARED_MEMORY / f"aenv-{owner}"
+    return settings.paths.run / "memory"
+
+
+def prepare_memory_dir(directory: Path) -> None:
+    """Make the directory, for its owner only.
+
+    Raises:
+        ConfigurationError: it cannot be made, or somebody else put something in its place (/dev/shm is open to all).
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot make the directory for guest memory {directory}: {error.strerror}; set vmm.memory_dir"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigurationError(
+            f"{directory} is not a directory that only this user can open; remove it or set vmm.memory_dir"
+        )
+
+
+def memory_path(directory: Path, machine_id: str) -> Path:
+    """Where a machine's memory lies while it runs."""
+    return directory / f"{machine_id}{_SUFFIX}"
+
+
+def create_memory_file(path: Path, size_bytes: int) -> None:
+    """Make an empty (sparse) memory file.
+
+    Raises:
+        CapacityError: the file system could not hold this guest's memory, even alone.
+        InsufficientStorageError: it is full.
+        VmmError: the file exists or cannot be made.
+    """
+    try:
+        room = os.statvfs(path.parent)
+        if room.f_bavail * room.f_frsize < size_bytes:
+            raise CapacityError(
+                f"{path.parent} has {room.f_bavail * room.f_frsize // MIB} MiB free, the guest needs "
+                f"{size_bytes // MIB} MiB; kill sandboxes or set vmm.memory_dir"
+            )
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, size_bytes)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise InsufficientStorageError(f"no room for the memory file {path}: {error.strerror}") from error
+        raise VmmError(f"cannot make the memory file {path}: {error.strerror}") from error
+
+
+def file_bytes(path: Path) -> int:
+    """Bytes that a sparse file takes up; 0 when it is gone."""
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def remove_stray_memory(directory: Path, owned: Collection[str]) -> list[Path]:
+    """Remove the memory files of machines that are not in `owned` (machine ids), and return their paths.
+
+    Only for the one server that holds the home, before it starts machines.
+    """
+    if not directory.is_dir():
+        return []
+    strays = [path for path in sorted(directory.glob(f"*{_SUFFIX}")) if path.name.removesuffix(_SUFFIX) not in owned]
+    for path in strays:
+        path.unlink(missing_ok=True)
+    return strays

@@ -1,0 +1,181 @@
+"""Composes QEMU's command line and the guest kernel's, from a `MachineConfig` and what is known of the host.
+
+Pure functions: nothing is opened, started or looked up here. Descriptor numbers come in from the caller.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentenv.vmm.base import Disk, DiskFormat, MachineConfig
+
+CONSOLE_NAME = "console.log"
+ERROR_LOG_NAME = "vmm.log"
+QMP_NAME = "qmp.sock"
+
+TCG_BUFFER_MIB = 64
+"""Translated code that an emulated machine may keep. QEMU's own default is up to 1 GiB for each VM; 64 MiB hold the
+kernel's boot and a Python session without a flush, and dozens of emulated machines fit into one host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acceleration:
+    """How guest instructions run."""
+
+    name: str
+    """`kvm` or `tcg`."""
+    tsc_khz: int
+    """Rate of the host's time-stamp counter, which an emulated guest sees unchanged; 0 when unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class InheritedDescriptors:
+    """Open descriptors that QEMU inherits, by their numbers."""
+
+    qmp: int
+    """Listening unix socket."""
+    tap: int | None
+    state: int | None = None
+    """File with a saved state to load."""
+
+
+def _option(value: str) -> str:
+    """Escape a value for QEMU's `key=value,…` syntax, where a comma is doubled."""
+    return value.replace(",", ",,")
+
+
+def kernel_command_line(config: MachineConfig, acceleration: Acceleration) -> str:
+    """Words for the guest kernel and for the guest's init.
+
+    `panic=-1` makes a panic end the machine at once (QEMU runs with `-no-reboot`), so that it is noticed as an exit.
+    An emulated guest is told the rate of the counter instead of calibrating against emulated timers, which hangs on a
+    busy host; CPU mitigations and self-tests only cost time there.
+    """
+    words = ["console=ttyS0", "quiet", "panic=-1", "8250.nr_uarts=1", "audit=0", "rcupdate.rcu_expedited=1"]
+    if acceleration.name == "tcg":
+        words += ["tsc=reliable", "no_timer_check", "lpj=4000000", "mitigations=off", "cryptomgr.notests"]
+        if acceleration.tsc_khz > 0:
+            words.append(f"tsc_early_khz={acceleration.tsc_khz}")
+    network = config.guest_network
+    words += [
+        f"aenv.ip={network.address}",
+        f"aenv.gw={network.gateway}",
+        f"aenv.dns={network.dns}",
+        f"aenv.mtu={network.mtu}",
+        f"aenv.hostname={config.machine_id}",
+    ]
+    if config.disks:
+        words.append("aenv.root=/dev/vda")
+    return " ".join([*words, *config.extra_arguments])
+
+
+def _disk_arguments(index: int, disk: Disk) -> list[str]:
+    # The machine ends with the host anyway, so a flush to the platter while it runs buys nothing: flushes stop at the
+    # host's page cache, and whoever keeps a saved state syncs the files.
+    common: dict[str, Any] = {
+        "read-only": disk.read_only,
+        "cache": {"direct": False, "no-flush": True},
+        "discard": "unmap",
+    }
+    file_node = {"driver": "file", "node-name": f"file{index}", "filename": str(disk.path), "aio": "threads", **common}
+    node: dict[str, Any] = {
+        "driver": "qcow2" if disk.format is DiskFormat.QCOW2 else "raw",
+        "node-name": f"disk{index}",
+        "file": f"file{index}",
+        **common,
+    }
+    if not disk.read_only:
+        node["detect-zeroes"] = "unmap"
+    return [
+        "-blockdev",
+        json.dumps(file_node),
+        "-blockdev",
+        json.dumps(node),
+        "-device",
+        f"virtio-blk-device,drive=disk{index},id=blk{index}",
+    ]
+
+
+def qemu_arguments(
+    qemu: Path,
+    config: MachineConfig,
+    acceleration: Acceleration,
+    *,
+    memory_file: Path,
+    descriptors: InheritedDescriptors,
+) -> list[str]:
+    """The whole argument list of one QEMU process, which starts with its vCPUs stopped.
+
+    The devices and their order must be the same when a state is saved and when it is loaded.
+    """
+    memory = {
+        "qom-type": "memory-backend-file",
+        "id": "ram",
+        "size": config.memory_mib * 1024 * 1024,
+        "share": True,
+        "mem-path": str(memory_file),
+    }
+    arguments = [
+        str(qemu),
+        "-name",
+        f"guest={_option(config.machine_id)}",
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+        "-no-reboot",
+        "-S",
+        "-sandbox",
+        "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+        "-machine",
+        "microvm,acpi=on,rtc=on,pit=on,pic=on,memory-backend=ram",
+        *_acceleration_arguments(acceleration),
+        "-global",
+        "virtio-mmio.force-legacy=false",
+        "-smp",
+        str(config.vcpus),
+        "-m",
+        f"{config.memory_mib}M",
+        "-object",
+        json.dumps(memory),
+        "-chardev",
+        f"socket,id=qmp,fd={descriptors.qmp},server=on,wait=off",
+        "-mon",
+        "chardev=qmp,mode=control",
+        "-chardev",
+        f"file,id=console,path={CONSOLE_NAME},append=on",
+        "-serial",
+        "chardev:console",
+        "-kernel",
+        str(config.kernel),
+        "-initrd",
+        str(config.initramfs),
+        "-append",
+        kernel_command_line(config, acceleration),
+        "-object",
+        json.dumps({"qom-type": "rng-random", "id": "entropy", "filename": "/dev/urandom"}),
+        "-device",
+        "virtio-rng-device,rng=entropy",
+    ]
+    for index, disk in enumerate(config.disks):
+        arguments += _disk_arguments(index, disk)
+    if descriptors.tap is not None:
+        arguments += [
+            "-netdev",
+            f"tap,id=net0,fd={descriptors.tap}",
+            "-device",
+            f"virtio-net-device,netdev=net0,id=nic0,mac={config.interface.mac}",
+        ]
+    if descriptors.state is not None:
+        arguments += ["-incoming", "defer"]
+    return arguments
+
+
+def _acceleration_arguments(acceleration: Acceleration) -> Sequence[str]:
+    if acceleration.name == "kvm":
+        return ("-accel", "kvm", "-cpu", "host")
+    return ("-accel", f"tcg,thread=multi,tb-size={TCG_BUFFER_MIB}", "-cpu", "max")

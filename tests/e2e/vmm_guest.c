@@ -1,0 +1,43 @@
+/* Init of the guest in test_vmm_qemu.py: counts on the console, and ends as the kernel command line says.
+ * aenv.test_poweroff=N: powers off at N. aenv.test_panic=N: exits at N, which makes the kernel panic.
+ * aenv.test_flood: writes to the console as fast as it can. */
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/reboot.h>
+#include <unistd.h>
+
+static long number(const char *line, const char *key) {
+    const char *found = strstr(line, key);
+    return found ? atol(found + strlen(key)) : -1;
+}
+
+int main(void) {
+    static char line[4096];
+    static char word[4 << 20];
+    setvbuf(stdout, NULL, _IONBF, 0);
+    mount("proc", "/proc", "proc", 0, NULL);
+    int file = open("/proc/cmdline", O_RDONLY);
+    if (file < 0 || read(file, line, sizeof(line) - 1) <= 0) {
+        printf("no command line\n");
+        return 1;
+    }
+    long poweroff = number(line, "aenv.test_poweroff="), panic = number(line, "aenv.test_panic=");
+    if (strstr(line, "aenv.test_flood"))
+        for (;;)
+            printf("%0250d\n", 0);
+    memset(word, 'x', sizeof(word)); /* memory that a loaded copy must have */
+    for (long count = 0;; count++) {
+        for (size_t i = 0; i < sizeof(word); i += 4096)
+            if (word[i] != 'x')
+                printf("memory is damaged\n");
+        printf("count %ld\n", count);
+        if (count == poweroff)
+            reboot(RB_POWER_OFF);
+        if (count == panic)
+            return 3;
+        usleep(100000);
+    }
+}
