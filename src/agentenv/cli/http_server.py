@@ -5,11 +5,10 @@ Knows nothing of what it serves.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -39,8 +38,10 @@ def parse_listen(text: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Bind and listen; port 0 takes a free one.
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Bind an address, without listening yet: until the server is ready, clients are refused and do not hang.
+
+    Port 0 takes a free one.
 
     Raises:
         ConfigurationError: the host has no address here, or the port is taken or not allowed.
@@ -53,16 +54,19 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigurationError(
-                f"cannot listen on {host}:{port}: the port is in use; choose another with --listen (port 0 takes a free one)"
-            ) from error
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise _listen_error(f"{host}:{port}", error) from error
     return listener
+
+
+def _listen_error(address: str, error: OSError) -> ConfigurationError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigurationError(
+            f"cannot listen on {address}: the port is in use; choose another with --listen (0 takes a free one)"
+        )
+    return ConfigurationError(f"cannot listen on {address}: {error.strerror}")
 
 
 def base_url(listener: socket.socket) -> str:
@@ -78,7 +82,13 @@ class HttpServer(uvicorn.Server):
     is closed. Use `stop()` instead.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+        """
+        Args:
+            app: what to serve.
+            listener: a bound socket; the server closes it.
+            on_ready: called once when connections are accepted.
+        """
         super().__init__(
             uvicorn.Config(
                 app,
@@ -99,11 +109,24 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=GRACE_S,
             )
         )
-        self.ready = asyncio.Event()
+        self._listener = listener
+        self._on_ready = on_ready
+
+    async def run_until_stopped(self) -> None:
+        """Serve until `stop()`.
+
+        Raises:
+            ConfigurationError: somebody else listens on the address since it was bound.
+        """
+        await self.serve(sockets=[self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
+        url = base_url(self._listener)
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            raise _listen_error(url.removeprefix("http://"), error) from error
+        self._on_ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

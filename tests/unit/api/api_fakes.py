@@ -1,0 +1,195 @@
+"""A service of sandboxes in memory, and the control plane served over real HTTP on a loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import aiohttp
+from starlette.types import ASGIApp
+
+from agentenv.api.app import create_app
+from agentenv.cli.http_server import HttpServer, base_url, bound_socket
+from agentenv.config import ApiSettings, SandboxSettings, Settings
+from agentenv.errors import ConflictError, IdempotencyMismatchError, SandboxNotFoundError, TemplateNotFoundError
+from agentenv.ids import new_sandbox_id, new_token
+from agentenv.orchestrator.model import CreateRequest, LogEntry, MetricSample, Sandbox, SandboxState
+
+KEY = "e2b_" + "0123456789abcdef0123" * 2
+DOMAIN = "aenv.localhost:1234"
+NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+
+
+def make_sandbox(
+    sandbox_id: str = "i00000000000000000000",
+    *,
+    state: SandboxState = SandboxState.RUNNING,
+    started_at: datetime = NOW,
+    metadata: dict[str, str] | None = None,
+    template: str = "base",
+    request: CreateRequest | None = None,
+) -> Sandbox:
+    """A sandbox with likely values."""
+    request = request or CreateRequest(template=template, timeout_s=300, metadata=metadata or {})
+    private = request.network is not None and request.network.allow_public_traffic is False
+    return Sandbox(
+        id=sandbox_id,
+        state=state,
+        template_id="t" + template,
+        alias=template,
+        started_at=started_at,
+        end_at=started_at + timedelta(seconds=request.timeout_s),
+        vcpus=2,
+        memory_mib=512,
+        disk_mib=4096,
+        envd_version="0.6.7",
+        envd_access_token=new_token(),
+        traffic_access_token=new_token() if private else None,
+        life=1,
+        request=request,
+    )
+
+
+@dataclass
+class FakeService:
+    """Does what the orchestrator's interface promises, without machines."""
+
+    sandboxes: dict[str, Sandbox] = field(default_factory=dict)
+    created: list[CreateRequest] = field(default_factory=list)
+    by_key: dict[str, tuple[str | None, str]] = field(default_factory=dict)
+    samples: list[MetricSample] = field(default_factory=list)
+    entries: list[LogEntry] = field(default_factory=list)
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    fail_with: Exception | None = None
+
+    def reset(self) -> None:
+        vars(self).update(vars(FakeService()))
+
+    def add(self, sandbox: Sandbox) -> Sandbox:
+        self.sandboxes[sandbox.id] = sandbox
+        return sandbox
+
+    def _change(self, sandbox_id: str, **values: Any) -> Sandbox:
+        return self.add(replace(self.get(sandbox_id), **values))
+
+    async def create(self, request: CreateRequest) -> Sandbox:
+        if self.fail_with is not None:
+            raise self.fail_with
+        if request.template != "base":
+            raise TemplateNotFoundError(request.template)
+        if request.idempotency_key is not None and request.idempotency_key in self.by_key:
+            digest, sandbox_id = self.by_key[request.idempotency_key]
+            if digest != request.request_digest:
+                raise IdempotencyMismatchError("the Idempotency-Key was used with another body")
+            return self.get(sandbox_id)
+        self.created.append(request)
+        sandbox = self.add(make_sandbox(new_sandbox_id(), started_at=datetime.now(UTC), request=request))
+        if request.idempotency_key is not None:
+            self.by_key[request.idempotency_key] = (request.request_digest, sandbox.id)
+        return sandbox
+
+    async def connect(self, sandbox_id: str, timeout_s: int) -> tuple[Sandbox, bool]:
+        sandbox = self.get(sandbox_id)
+        end_at = datetime.now(UTC) + timedelta(seconds=timeout_s)
+        if sandbox.state is SandboxState.PAUSED:
+            return self._change(sandbox_id, state=SandboxState.RUNNING, end_at=end_at), True
+        return self._change(sandbox_id, end_at=max(sandbox.end_at, end_at)), False
+
+    def get(self, sandbox_id: str) -> Sandbox:
+        if sandbox_id not in self.sandboxes:
+            raise SandboxNotFoundError(sandbox_id)
+        return self.sandboxes[sandbox_id]
+
+    def list(self) -> list[Sandbox]:
+        return list(self.sandboxes.values())
+
+    async def kill(self, sandbox_id: str) -> None:
+        if self.get(sandbox_id).state is SandboxState.STARTING:
+            raise ConflictError("the sandbox is being started")
+        del self.sandboxes[sandbox_id]
+
+    async def set_timeout(self, sandbox_id: str, timeout_s: int) -> None:
+        if self.get(sandbox_id).state is not SandboxState.RUNNING:
+            raise SandboxNotFoundError(sandbox_id)
+        self._change(sandbox_id, end_at=datetime.now(UTC) + timedelta(seconds=timeout_s))
+
+    async def refresh(self, sandbox_id: str, duration_s: int) -> None:
+        self.calls.append(("refresh", duration_s))
+        sandbox = self.get(sandbox_id)
+        self._change(sandbox_id, end_at=max(sandbox.end_at, datetime.now(UTC) + timedelta(seconds=duration_s)))
+
+    def metrics(self, sandbox_id: str, start: datetime | None, end: datetime | None) -> list[MetricSample]:
+        self.get(sandbox_id)
+        return [
+            sample
+            for sample in self.samples
+            if (start is None or sample.timestamp >= start) and (end is None or sample.timestamp <= end)
+        ]
+
+    async def logs(self, sandbox_id: str, **options: Any) -> list[LogEntry]:
+        self.get(sandbox_id)
+        self.calls.append(("logs", options))
+        start = options.get("start")
+        return [entry for entry in self.entries if start is None or entry.timestamp >= start][: options["limit"]]
+
+
+def make_settings(**api: Any) -> Settings:
+    return Settings(api=ApiSettings(**api), sandbox=SandboxSettings(max_timeout_s=3600))
+
+
+@contextlib.asynccontextmanager
+async def served(app: ASGIApp) -> AsyncIterator[str]:
+    """Serve an application on a free loopback port; yields its URL."""
+    listener = bound_socket("127.0.0.1", 0)
+    ready = asyncio.Event()
+    server = HttpServer(app, listener, ready.set)
+    url = base_url(listener)
+    task = asyncio.create_task(server.run_until_stopped())
+    try:
+        await ready.wait()
+        yield url
+    finally:
+        server.stop(force=True)
+        await task
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response, read to its end."""
+
+    status: int
+    headers: Any
+    json: Any
+    raw: bytes
+
+
+class Client:
+    """Calls a control plane, with the key unless told otherwise."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session = session
+        self.url = url
+
+    async def __call__(self, method: str, path: str, *, key: str | None = KEY, **options: Any) -> Answer:
+        from yarl import URL
+
+        headers = dict(options.pop("headers", {}))
+        if key is not None:
+            headers["X-API-KEY"] = key
+        url = URL(self.url + path, encoded=True)
+        async with self.session.request(method, url, headers=headers, **options) as response:
+            raw = await response.read()
+            is_json = response.content_type == "application/json" and raw
+            return Answer(response.status, response.headers, await response.json() if is_json else None, raw)
+
+
+@contextlib.asynccontextmanager
+async def control_plane(service: FakeService, **api: Any) -> AsyncIterator[Client]:
+    """Serve the control plane over a fake service; yields a client of it."""
+    app = create_app(service, make_settings(**api), KEY, domain=DOMAIN)
+    async with served(app) as url, aiohttp.ClientSession() as session:
+        yield Client(session, url)
