@@ -21,6 +21,7 @@ def build(
 ) -> None:
     """Make the kernel, the initramfs and the base template; what is up to date is left alone."""
     from agentenv.guest.assets import build_assets  # heavy imports only where needed
+    from agentenv.templates.base import ensure_base_template
 
     shown = ""
 
@@ -40,6 +41,7 @@ def build(
         if not guest_binary.is_file():
             raise CommandError(f"{guest_binary} does not exist; build it with `make setup`")
         assets = build_assets(settings, guest_binary, progress)
+        ensure_base_template(settings, progress)
     except AgentEnvError as error:
         raise CommandError(str(error)) from error
     finally:
