@@ -200,6 +200,12 @@ def extract_vmlinux(image: bytes) -> bytes:
     return vmlinux
 
 
+def release_in(vmlinux: bytes) -> str:
+    """The release (`uname -r`) that a kernel's own banner names; `unknown` where it has none."""
+    match = re.search(rb"Linux version (\d[\w.+~-]*) ", vmlinux)
+    return match.group(1).decode() if match else "unknown"
+
+
 def _decompress_payload(payload: bytes) -> bytes:
     # All but gzip carry the uncompressed size in four more bytes, which strict decoders refuse.
     body = payload[:-4]
