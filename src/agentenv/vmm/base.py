@@ -64,7 +64,8 @@ class MachineConfig:
     memory_mib: int
     disks: tuple[Disk, ...]
     """The first disk is the root file system."""
-    interface: NetworkInterface
+    interface: NetworkInterface | None
+    """None: a machine without network, as the probe uses."""
     guest_network: GuestNetwork
     extra_arguments: tuple[str, ...] = ()
     """More words for the kernel command line."""
@@ -164,3 +165,6 @@ class Vmm(Protocol):
 
     async def adopt(self, record: MachineRecord) -> Machine | None:
         """Take over a machine that an earlier server process started. None when that process is gone."""
+
+    async def close(self) -> None:
+        """Let go of every machine without ending any: the server stops, its machines go on. Idempotent."""

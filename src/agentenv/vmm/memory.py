@@ -99,14 +99,20 @@ def file_bytes(path: Path) -> int:
         return 0
 
 
-def remove_stray_memory(directory: Path, owned: Collection[str]) -> list[Path]:
-    """Remove the memory files of machines that are not in `owned` (machine ids), and return their paths.
+def remove_stray_memory(directory: Path, kept: Collection[str | None]) -> list[Path]:
+    """Remove every memory file in the directory whose path is not in `kept`, and return their paths.
 
-    Only for the one server that holds the home, before it starts machines.
+    Only for the one server that holds the home, while it starts no machine.
+
+    Raises:
+        VmmError: one cannot be removed.
     """
     if not directory.is_dir():
         return []
-    strays = [path for path in sorted(directory.glob(f"*{_SUFFIX}")) if path.name.removesuffix(_SUFFIX) not in owned]
+    strays = [path for path in sorted(directory.glob(f"*{_SUFFIX}")) if str(path) not in kept]
     for path in strays:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise VmmError(f"cannot remove the memory file {path}: {error.strerror}") from error
     return strays

@@ -66,6 +66,11 @@ class QemuMachine:
     def record(self) -> MachineRecord:
         return self._record
 
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended; says nothing about its vCPUs."""
+        return self._process.alive
+
     async def pause(self) -> None:
         """Stop the vCPUs. Idempotent."""
         async with self._qmp() as qmp:
@@ -207,13 +212,24 @@ async def _migration_end(qmp: QmpClient, what: str) -> None:
 class QemuVmm:
     """QEMU as the VMM of this host. Make it with `probe.choose_vmm`, which knows what works here."""
 
-    def __init__(self, *, qemu: Path, version: str, acceleration: Acceleration, memory_dir: Path) -> None:
+    def __init__(
+        self,
+        *,
+        qemu: Path,
+        version: str,
+        acceleration: Acceleration,
+        memory_dir: Path,
+        acceleration_reason: str = "",
+    ) -> None:
         self._qemu = qemu
+        self.acceleration_reason = acceleration_reason
+        """Why it is not KVM, for people; empty when it is, or when the settings say so."""
         self._version = version
         self._acceleration = acceleration
         self.memory_dir = memory_dir
         self._logs = LogKeeper()
         self._machines: set[QemuMachine] = set()
+        self._used_memory = False
 
     @property
     def name(self) -> str:
@@ -263,8 +279,7 @@ class QemuVmm:
             process.detach()
             return None
         machine = QemuMachine(record, process, self._logs)
-        self._forget_ended()
-        self._machines.add(machine)
+        self._keep(machine)
         return machine
 
     async def close(self) -> None:
@@ -273,9 +288,14 @@ class QemuVmm:
             machine.detach()
         self._machines.clear()
         await self._logs.close()
+        if self._used_memory:
+            with contextlib.suppress(OSError):  # it is not empty while machines run
+                self.memory_dir.rmdir()
 
-    def _forget_ended(self) -> None:
-        self._machines = {machine for machine in self._machines if machine._process.alive}
+    def _keep(self, machine: QemuMachine) -> None:
+        self._machines = {known for known in self._machines if known.running}
+        self._machines.add(machine)
+        self._used_memory = True
 
     async def _start(self, config: MachineConfig, state: Path | None, memory_file: Path) -> QemuMachine:
         started: list[ProcessHandle] = []
@@ -301,8 +321,7 @@ class QemuVmm:
                 self._logs.remove(config.directory / ERROR_LOG_NAME)
                 await process.wait()
             raise
-        self._forget_ended()
-        self._machines.add(machine)
+        self._keep(machine)
         log.info("machine_started", machine=config.machine_id, pid=process.pid, loaded=state is not None)
         return machine
 
@@ -333,9 +352,12 @@ class QemuVmm:
             undo.callback(memory_file.unlink, missing_ok=True)
             server = held.enter_context(listen(config.directory, QMP_NAME))
             undo.callback((config.directory / QMP_NAME).unlink, missing_ok=True)
-            tap = open_tap(config.interface.namespace, config.interface.tap)
-            held.callback(os.close, tap)
-            inherit = [server.fileno(), tap]
+            inherit = [server.fileno()]
+            tap: int | None = None
+            if config.interface is not None:
+                tap = open_tap(config.interface.namespace, config.interface.tap)
+                held.callback(os.close, tap)
+                inherit.append(tap)
             state_fd = -1
             if state is not None:
                 try:

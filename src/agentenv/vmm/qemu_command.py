@@ -60,14 +60,15 @@ def kernel_command_line(config: MachineConfig, acceleration: Acceleration) -> st
         words += ["tsc=reliable", "no_timer_check", "lpj=4000000", "mitigations=off", "cryptomgr.notests"]
         if acceleration.tsc_khz > 0:
             words.append(f"tsc_early_khz={acceleration.tsc_khz}")
-    network = config.guest_network
-    words += [
-        f"aenv.ip={network.address}",
-        f"aenv.gw={network.gateway}",
-        f"aenv.dns={network.dns}",
-        f"aenv.mtu={network.mtu}",
-        f"aenv.hostname={config.machine_id}",
-    ]
+    words.append(f"aenv.hostname={config.machine_id}")
+    if config.interface is not None:
+        network = config.guest_network
+        words += [
+            f"aenv.ip={network.address}",
+            f"aenv.gw={network.gateway}",
+            f"aenv.dns={network.dns}",
+            f"aenv.mtu={network.mtu}",
+        ]
     if config.disks:
         words.append("aenv.root=/dev/vda")
     return " ".join([*words, *config.extra_arguments])
@@ -163,7 +164,7 @@ def qemu_arguments(
     ]
     for index, disk in enumerate(config.disks):
         arguments += _disk_arguments(index, disk)
-    if descriptors.tap is not None:
+    if config.interface is not None and descriptors.tap is not None:
         arguments += [
             "-netdev",
             f"tap,id=net0,fd={descriptors.tap}",
