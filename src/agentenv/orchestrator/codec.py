@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, fields
 from datetime import UTC, datetime, timedelta
+from ipaddress import IPv4Address
 from typing import Any
 
 from agentenv.errors import StorageError
+from agentenv.network.base import Slot
 from agentenv.orchestrator.model import CreateRequest, NetworkOptions, OnTimeout, Sandbox, SandboxState
 from agentenv.vmm.base import MachineRecord
 
@@ -91,3 +93,17 @@ def decode_record(text: str) -> MachineRecord:
         return MachineRecord(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise StorageError(f"the journal holds a damaged machine record: {error}") from error
+
+
+def encode_slot(slot: Slot) -> str:
+    return _dump(asdict(slot) | {"address": str(slot.address), "host_address": str(slot.host_address)})
+
+
+def decode_slot(text: str) -> Slot:
+    """Raises StorageError when the text is not what `encode_slot` wrote."""
+    try:
+        values = json.loads(text)
+        addresses = {name: IPv4Address(values[name]) for name in ("address", "host_address")}
+        return Slot(**values | addresses)
+    except (ValueError, TypeError, KeyError) as error:
+        raise StorageError(f"the journal holds a damaged slot: {error}") from error

@@ -28,7 +28,7 @@ MIGRATIONS: tuple[str, ...] = (
         life INTEGER NOT NULL,
         sandbox TEXT NOT NULL,        -- JSON of all fields; the columns beside it win
         reason TEXT,
-        slot_index INTEGER,
+        slot TEXT,                    -- JSON of the network slot
         machine TEXT,                 -- JSON of the machine record
         boot_id TEXT                  -- boot of the host that the machine record belongs to
     ) STRICT;

@@ -16,6 +16,7 @@ from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
+from agentenv.network.base import Slot
 from agentenv.orchestrator import codec
 from agentenv.orchestrator.database import Database
 from agentenv.orchestrator.model import Sandbox, SandboxState
@@ -68,7 +69,7 @@ class JournalEntry:
     """One sandbox as it is written down."""
 
     sandbox: Sandbox
-    slot_index: int | None
+    slot: Slot | None
     machine: MachineRecord | None
     boot_id: str | None
     resources: tuple[Resource, ...]
@@ -117,14 +118,14 @@ class Journal:
 
         await self._database.run(work, durable=claim is not None)
 
-    async def note_slot(self, sandbox_id: str, index: int, now: datetime) -> None:
+    async def note_slot(self, sandbox_id: str, slot: Slot, now: datetime) -> None:
         """Write down which slot the pool lent."""
 
         def work(db: sqlite3.Connection) -> None:
-            db.execute("UPDATE sandboxes SET slot_index = ? WHERE id = ?", (index, sandbox_id))
+            db.execute("UPDATE sandboxes SET slot = ? WHERE id = ?", (codec.encode_slot(slot), sandbox_id))
             db.execute(
                 "INSERT OR IGNORE INTO resources (sandbox_id, kind, name) VALUES (?, ?, ?)",
-                (sandbox_id, ResourceKind.SLOT, str(index)),
+                (sandbox_id, ResourceKind.SLOT, str(slot.index)),
             )
             _note_intent(db, sandbox_id, "create", "boot", now)
 
@@ -213,8 +214,7 @@ class Journal:
                 row[0]: (row[1], row[2]) for row in db.execute("SELECT sandbox_id, operation, step FROM intents")
             }
             rows = db.execute(
-                "SELECT id, state, end_at, life, sandbox, reason, slot_index, machine, boot_id"
-                " FROM sandboxes ORDER BY id"
+                "SELECT id, state, end_at, life, sandbox, reason, slot, machine, boot_id FROM sandboxes ORDER BY id"
             )
             return [
                 JournalEntry(
@@ -225,13 +225,13 @@ class Journal:
                         life=life,
                         reason=reason,
                     ),
-                    slot_index=slot_index,
+                    slot=None if slot is None else codec.decode_slot(slot),
                     machine=None if machine is None else codec.decode_record(machine),
                     boot_id=boot_id,
                     resources=tuple(resources.get(sandbox_id, ())),
                     intent=intents.get(sandbox_id),
                 )
-                for sandbox_id, state, end_at, life, text, reason, slot_index, machine, boot_id in rows
+                for sandbox_id, state, end_at, life, text, reason, slot, machine, boot_id in rows
             ]
 
         return await self._database.run(work)

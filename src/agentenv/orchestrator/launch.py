@@ -6,7 +6,6 @@ whatever interrupted the start.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import shutil
 from collections.abc import Awaitable
@@ -17,6 +16,7 @@ import structlog
 
 from agentenv.config import Settings
 from agentenv.errors import AgentEnvError, InsufficientStorageError, SandboxStartError, StorageError, VmmError
+from agentenv.guest.base import AgentInfo, GuestIdentity
 from agentenv.network.base import (
     GATEWAY_ADDRESS,
     GUEST_ADDRESS,
@@ -30,20 +30,18 @@ from agentenv.orchestrator.journal import Journal
 from agentenv.orchestrator.ports import (
     Agent,
     AgentFactory,
-    AgentInfo,
     Clock,
     DiskStore,
     GuestAssets,
-    GuestIdentity,
     HostProbe,
     SlotPool,
     Template,
 )
 from agentenv.orchestrator.tasks import first, in_thread, together
 from agentenv.vmm.base import Disk, GuestNetwork, Machine, MachineConfig, NetworkInterface, Vmm
+from agentenv.vmm.console import last_lines
 
 _log = structlog.get_logger(__name__)
-_CONSOLE_TAIL_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -125,7 +123,7 @@ class Launcher:
 
     async def _take_slot(self, plan: LaunchPlan, holdings: Holdings) -> None:
         slot = holdings.slot = await self._slots.acquire()
-        await self._journal.note_slot(holdings.sandbox_id, slot.index, self._clock.now())
+        await self._journal.note_slot(holdings.sandbox_id, slot, self._clock.now())
         # Before boot: no packet of this guest passes under the rules of another.
         await self._slots.apply_policy(slot, plan.policy)
 
@@ -238,6 +236,9 @@ def remove_directory(directory: Path) -> None:
         StorageError: something in it cannot be removed.
     """
     try:
+        if directory.is_symlink() or directory.is_file():
+            directory.unlink()
+            return
         shutil.rmtree(directory)
     except FileNotFoundError:
         if directory.exists():  # somebody else removed a part meanwhile
@@ -248,15 +249,5 @@ def remove_directory(directory: Path) -> None:
 
 async def last_words(machine: Machine) -> str:
     """The last line that the guest wrote to its console, for messages."""
-
-    def read() -> str:
-        try:
-            with machine.console_log().open("rb") as file:
-                size = file.seek(0, 2)
-                file.seek(max(0, size - _CONSOLE_TAIL_BYTES))
-                lines = file.read().decode("utf-8", "replace").splitlines()
-        except OSError:
-            return "(no console log)"
-        return next((line.strip() for line in reversed(lines) if line.strip()), "(nothing)")
-
-    return await asyncio.to_thread(read)
+    lines = await in_thread(lambda: last_lines(machine.console_log(), 1))
+    return lines[0] if lines else "(nothing)"

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import structlog
 
+from agentenv.errors import AgentEnvError
+
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
@@ -35,7 +37,10 @@ class OwnedTasks:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.info("task_failed", task=task.get_name(), error=str(error), kind=type(error).__name__)
+            if isinstance(error, AgentEnvError):
+                _log.info("task_failed", task=task.get_name(), error=error.message)
+            else:
+                _log.error("task_crashed", task=task.get_name(), exc_info=error)
 
     async def settle(self) -> None:
         """Wait until no task runs, those included that start while waiting."""
@@ -88,5 +93,5 @@ async def to_the_end(task: asyncio.Task[T]) -> T:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Run blocking work in a thread. Unlike with `asyncio.to_thread`, a cancelled call ends only when the work is over."""
+    """Run blocking work in a thread. A cancelled call ends only when the work is over, unlike `asyncio.to_thread`."""
     return await to_the_end(asyncio.create_task(asyncio.to_thread(work)))

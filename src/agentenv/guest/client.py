@@ -1,0 +1,146 @@
+"""The host's client of a guest's agent: its private and metric endpoints (E2B contract §3.3). No user traffic.
+
+Each call makes a connection of its own: a kept one could lead to a former life of a sandbox, or to another sandbox that
+got the same address.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+
+from agentenv.errors import GuestAgentError
+from agentenv.guest.base import AgentInfo, AgentMetrics, GuestIdentity
+
+AGENT_PORT = 49983
+_ENTROPY_BYTES = 64
+"""Twice what the kernel's generator holds (256 bits)."""
+_LARGEST_ANSWER = 64 * 1024
+_QUICK = aiohttp.ClientTimeout(total=4)
+"""Less than the sampling period, so that a slow guest misses one sample and not two."""
+_INIT = aiohttp.ClientTimeout(total=60, connect=10)
+"""An emulated guest on a busy host takes seconds for what takes milliseconds elsewhere."""
+
+
+class GuestAgents:
+    """Makes clients of agents. Close it when no client is used any more."""
+
+    def __init__(self, port: int = AGENT_PORT) -> None:
+        self._port = port
+        self._session: aiohttp.ClientSession | None = None
+
+    def __call__(self, host: str, access_token: str) -> GuestAgent:
+        """A client of the agent at that address. Makes no connection yet."""
+        return GuestAgent(self._shared_session, f"http://{host}:{self._port}", access_token)
+
+    def _shared_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(force_close=True, limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """End what is open. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+class GuestAgent:
+    """One life of one guest's agent. Methods raise `GuestAgentError`."""
+
+    def __init__(self, session: Callable[[], aiohttp.ClientSession], origin: str, access_token: str) -> None:
+        self._session = session
+        self._origin = origin
+        self._token = access_token
+
+    async def health(self) -> None:
+        """Return when the agent answers; it has 4 s."""
+        await self._call("GET", "/health", _QUICK)
+
+    async def init(self, identity: GuestIdentity) -> AgentInfo:
+        """Give the guest its identity, fresh entropy and the time of day, and learn the agent's version."""
+        body: dict[str, Any] = {
+            "sandboxId": identity.sandbox_id,
+            "templateId": identity.template_id,
+            "hostname": identity.hostname,
+            "accessToken": identity.access_token,
+            "envVars": dict(identity.env_vars),
+            "defaultUser": identity.default_user,
+            "lifecycleID": str(identity.life),
+            "entropy": base64.b64encode(os.urandom(_ENTROPY_BYTES)).decode("ascii"),
+        }
+        if identity.default_workdir is not None:
+            body["defaultWorkdir"] = identity.default_workdir
+        # Last, so that the clock that the guest sets is as fresh as can be.
+        body["timestamp"] = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        headers, _ = await self._call("POST", "/init", _INIT, body)
+        version = headers.get("X-Envd-Version")
+        if not version:
+            raise GuestAgentError(f"the agent at {self._origin} did not tell its version")
+        return AgentInfo(version)
+
+    async def metrics(self) -> AgentMetrics:
+        """Read the guest's use of CPU, memory and disk."""
+        _, content = await self._call("GET", "/metrics", _QUICK)
+        try:
+            values = json.loads(content)
+            return AgentMetrics(
+                timestamp=datetime.fromtimestamp(int(values["ts"]), UTC),
+                cpu_count=int(values["cpu_count"]),
+                cpu_used_pct=float(values["cpu_used_pct"]),
+                mem_used=int(values["mem_used"]),
+                mem_total=int(values["mem_total"]),
+                mem_cache=int(values["mem_cache"]),
+                disk_used=int(values["disk_used"]),
+                disk_total=int(values["disk_total"]),
+            )
+        except (ValueError, TypeError, KeyError, OverflowError, OSError) as error:
+            raise GuestAgentError(
+                f"the agent at {self._origin} answered /metrics with something else: {error!r}"
+            ) from error
+
+    async def _call(
+        self, method: str, path: str, timeout: aiohttp.ClientTimeout, body: dict[str, Any] | None = None
+    ) -> tuple[Any, bytes]:
+        """Make one request; return headers and content of a successful answer."""
+        try:
+            async with self._session().request(
+                method,
+                self._origin + path,
+                json=body,
+                headers={"X-Access-Token": self._token},
+                timeout=timeout,
+                allow_redirects=False,
+            ) as response:
+                content = await _read_capped(response)
+                if response.status not in (200, 204):
+                    detail = content[:200].decode("utf-8", "replace").strip()
+                    raise GuestAgentError(
+                        f"the agent at {self._origin} answered {path} with {response.status}: {detail}"
+                    )
+                return response.headers, content
+        except TimeoutError as error:
+            raise GuestAgentError(
+                f"the agent at {self._origin} did not answer {path} within {timeout.total} s"
+            ) from error
+        except (aiohttp.ClientError, OSError, ValueError, RuntimeError) as error:
+            raise GuestAgentError(f"the agent at {self._origin} could not be asked for {path}: {error}") from error
+
+
+async def _read_capped(response: aiohttp.ClientResponse) -> bytes:
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > _LARGEST_ANSWER:
+            raise GuestAgentError(f"the agent answered with more than {_LARGEST_ANSWER} bytes")
+    return bytes(content)

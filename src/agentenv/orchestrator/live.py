@@ -1,0 +1,73 @@
+"""The sandboxes that this server owns: their state and what they hold. In memory; the journal is elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+from agentenv.errors import SandboxNotFoundError
+from agentenv.orchestrator.launch import Holdings
+from agentenv.orchestrator.model import Sandbox, SandboxState
+from agentenv.orchestrator.states import VISIBLE, Event, after
+
+
+class LiveSandbox:
+    """One sandbox. Its state changes by `apply` only, along the table of `states`."""
+
+    def __init__(self, sandbox: Sandbox, holdings: Holdings) -> None:
+        self.sandbox = sandbox
+        self.holdings = holdings
+        self.changing = asyncio.Lock()
+        """Held while a caller's change is written down, so that changes do not overtake each other."""
+        self.watcher: asyncio.Task[None] | None = None
+        """Waits for the end of the VM."""
+
+    @property
+    def state(self) -> SandboxState:
+        return self.sandbox.state
+
+    def apply(self, event: Event) -> None:
+        """Move to the state that `event` leads to.
+
+        Raises:
+            ConflictError: the event is impossible now.
+        """
+        state = after(self.sandbox.state, event)
+        if state is not None:
+            self.sandbox = replace(self.sandbox, state=state)
+
+
+class LiveSandboxes:
+    """All of them, by id."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, LiveSandbox] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[LiveSandbox]:
+        return iter(tuple(self._by_id.values()))
+
+    def add(self, live: LiveSandbox) -> None:
+        self._by_id[live.sandbox.id] = live
+
+    def drop(self, sandbox_id: str) -> None:
+        """Forget a sandbox. Idempotent."""
+        self._by_id.pop(sandbox_id, None)
+
+    def find(self, sandbox_id: str) -> LiveSandbox | None:
+        """A sandbox in whatever state."""
+        return self._by_id.get(sandbox_id)
+
+    def visible(self, sandbox_id: str) -> LiveSandbox:
+        """A sandbox that callers may know of.
+
+        Raises:
+            SandboxNotFoundError: there is none, or it is starting, or being killed.
+        """
+        live = self._by_id.get(sandbox_id)
+        if live is None or live.state not in VISIBLE:
+            raise SandboxNotFoundError(sandbox_id)
+        return live

@@ -1,0 +1,437 @@
+"""The sandboxes of this node: the one object that the API, the proxy and the server's start and stop talk to.
+
+It owns every task that works on sandboxes and decides which state each is in. How the pieces work is in the modules
+beside this one; nothing of HTTP is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+import structlog
+
+from agentenv.config import Settings
+from agentenv.errors import (
+    AgentEnvError,
+    ConflictError,
+    GuestAgentError,
+    InvalidRequestError,
+    SandboxNotFoundError,
+)
+from agentenv.orchestrator import logbook
+from agentenv.orchestrator.admission import Admission, StartGate
+from agentenv.orchestrator.cleanup import Cleaner
+from agentenv.orchestrator.clock import SystemClock
+from agentenv.orchestrator.creation import CreationParts, Creator
+from agentenv.orchestrator.expiry import Expiry
+from agentenv.orchestrator.journal import Journal
+from agentenv.orchestrator.launch import Launcher, Releaser
+from agentenv.orchestrator.live import LiveSandbox, LiveSandboxes
+from agentenv.orchestrator.model import CreateRequest, LogEntry, MetricSample, Sandbox, SandboxState
+from agentenv.orchestrator.ports import (
+    Agent,
+    AgentFactory,
+    Clock,
+    DiskStore,
+    GuestAssets,
+    HostProbe,
+    OrphanReaper,
+    SlotPool,
+    TemplateStore,
+)
+from agentenv.orchestrator.reconcile import Adopted, Reconciler
+from agentenv.orchestrator.routes import Route, RouteTable
+from agentenv.orchestrator.sampling import Sampler
+from agentenv.orchestrator.states import VISIBLE, Event
+from agentenv.orchestrator.tasks import OwnedTasks, to_the_end
+from agentenv.vmm.base import Machine, Vmm
+
+_log = structlog.get_logger(__name__)
+
+SHORTEST_REFRESH_S = 15
+KEYS_KEPT = timedelta(hours=48)
+"""The contract asks for 24 hours at least."""
+_PURGE_PERIOD_S = 3600.0
+
+
+class Orchestrator:
+    """See the module. All methods belong to one event loop; all errors are `AgentEnvError`s.
+
+    Args:
+        settings: of the node.
+        vmm, slots, disks, templates, assets, agents, orphans, host: the rooms below, see `ports`.
+        clock: tests bring their own.
+        journal: tests bring their own; None is the one in the home.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        vmm: Vmm,
+        slots: SlotPool,
+        disks: DiskStore,
+        templates: TemplateStore,
+        assets: GuestAssets,
+        agents: AgentFactory,
+        orphans: OrphanReaper,
+        host: HostProbe,
+        clock: Clock | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.routes = RouteTable()
+        self._settings = settings
+        self._slots = slots
+        self._agents = agents
+        self._clock = clock = clock or SystemClock()
+        self._journal = journal = journal or Journal(settings.paths.journal)
+        self._live = LiveSandboxes()
+        self._operations = OwnedTasks()
+        """Kills, roll-backs, changes: once begun they come to their end, whoever leaves."""
+        self._watchers = OwnedTasks()
+        self._background = OwnedTasks()
+        self._releaser = Releaser(journal=journal, slots=slots, disks=disks)
+        self._cleaner = Cleaner(self._releaser, clock)
+        self._expiry = Expiry(clock, self._expired)
+        self._sampler = Sampler(clock)
+        self._reconciler = Reconciler(
+            settings.paths.sandboxes,
+            journal=journal,
+            vmm=vmm,
+            slots=slots,
+            orphans=orphans,
+            releaser=self._releaser,
+            cleaner=self._cleaner,
+            host=host,
+        )
+        launcher = Launcher(
+            settings,
+            journal=journal,
+            vmm=vmm,
+            slots=slots,
+            disks=disks,
+            assets=assets,
+            agents=agents,
+            host=host,
+            clock=clock,
+        )
+        limits = settings.sandbox
+        self._creator = Creator(
+            CreationParts(
+                settings=settings,
+                journal=journal,
+                templates=templates,
+                launcher=launcher,
+                releaser=self._releaser,
+                cleaner=self._cleaner,
+                live=self._live,
+                admission=Admission(limits, host),
+                gate=StartGate(limits.max_concurrent_starts, limits.max_queued_starts, clock),
+                clock=clock,
+                operations=self._operations,
+                publish=self._publish,
+                end=self._begin_kill,
+            )
+        )
+
+    async def start(self) -> None:
+        """Open the journal, take over the sandboxes that outlived the last server, remove all other remains of it.
+
+        Raises:
+            AgentEnvError: the journal cannot be opened, or the host refuses what every sandbox needs.
+        """
+        await self._journal.open()
+        try:
+            adopted = await self._reconciler.run()
+        except BaseException:
+            await self._cleaner.close()
+            await self._journal.close()
+            raise
+        for one in adopted:
+            self._adopt(one)
+        self._background.spawn(self._expiry.run(), "expiry")
+        self._background.spawn(self._sampler.run(), "sampler")
+        self._background.spawn(self._purge_keys(), "purge idempotency keys")
+        _log.info("orchestrator_started", adopted=len(adopted))
+
+    async def close(self, *, drain: bool = False) -> None:
+        """Stop. Creates under way are undone, kills under way are finished, running VMs are left for the next start.
+
+        Args:
+            drain: end all sandboxes as well.
+        """
+        await self._creator.close()
+        await self._background.close()
+        if drain:
+            for live in self._live:
+                if live.state in VISIBLE:
+                    self._begin_kill(live, "the server was told to end all sandboxes")
+        await self._operations.settle()
+        await self._watchers.close()
+        await self._sampler.close()
+        await self._cleaner.close()
+        for route in self.routes:
+            self.routes.withdraw(route.sandbox_id)
+        try:
+            await self._slots.close()
+        finally:
+            await self._journal.close()
+
+    async def settled(self) -> None:
+        """Return when no kill, roll-back or change is under way. For orderly stops and for tests."""
+        await self._operations.settle()
+
+    async def create(self, request: CreateRequest) -> Sandbox:
+        """Start a sandbox; its agent is ready when this returns.
+
+        Without an idempotency key a cancelled call leaves nothing behind. With one the create goes on, and a call with
+        the same key returns its outcome.
+
+        Raises:
+            InvalidRequestError: a timeout or network rule out of range.
+            TemplateNotFoundError: no such template.
+            IdempotencyMismatchError: the key was used with another body.
+            ConflictError: the create of that key is still running, or its outcome is unknown (`error_code`).
+            TooManyRequestsError: too many sandboxes run, or wait for their start.
+            CapacityError: no memory or no slot, or the server stops.
+            InsufficientStorageError: a disk is full.
+            SandboxStartError: the start failed; everything taken for it was released.
+            NotImplementedYetError: the request asks for a pause on timeout.
+        """
+        return await self._creator.create(request)
+
+    async def connect(self, sandbox_id: str, timeout_s: int) -> tuple[Sandbox, bool]:
+        """Let a sandbox live for `timeout_s` seconds from now at least, never shorter than before.
+
+        Returns:
+            The sandbox, and whether it had to be resumed.
+
+        Raises:
+            SandboxNotFoundError: there is none.
+            ConflictError: it is being killed or changes its state.
+            InvalidRequestError: `timeout_s` is not positive.
+        """
+        if timeout_s <= 0:
+            raise InvalidRequestError("timeout must be positive")
+        live = self._live.find(sandbox_id)
+        if live is not None and live.state is SandboxState.KILLING:
+            raise ConflictError(f"sandbox {sandbox_id} is being killed")
+        return await self._change_end(sandbox_id, timeout_s, extend_only=True), False
+
+    def get(self, sandbox_id: str) -> Sandbox:
+        """Return a sandbox.
+
+        Raises:
+            SandboxNotFoundError: there is none, or it is being killed.
+        """
+        return self._live.visible(sandbox_id).sandbox
+
+    def list(self) -> list[Sandbox]:
+        """Return the sandboxes that callers may know of, in no order."""
+        return [live.sandbox for live in self._live if live.state in VISIBLE]
+
+    async def kill(self, sandbox_id: str) -> None:
+        """End a sandbox. From the call on it is not found and not reachable; its VM is gone when this returns.
+
+        A cancelled call does not stop it.
+
+        Raises:
+            SandboxNotFoundError: there is none, or it is being killed already.
+            VmmError: the VM could not be ended. It is tried again until it is; the sandbox stays not found.
+        """
+        await asyncio.shield(self._begin_kill(self._live.visible(sandbox_id), "killed by request"))
+
+    async def set_timeout(self, sandbox_id: str, timeout_s: int) -> None:
+        """Let a sandbox end `timeout_s` seconds from now, capped to the longest session; zero or less: at once.
+
+        Raises:
+            SandboxNotFoundError: there is none, or it is paused.
+            ConflictError: it changes its state.
+            InvalidRequestError: the longest session is over already.
+        """
+        await self._change_end(sandbox_id, timeout_s, extend_only=False)
+
+    async def refresh(self, sandbox_id: str, duration_s: int) -> None:
+        """Let a sandbox live for `duration_s` seconds from now at least (15 or more), never shorter than before.
+
+        Raises:
+            SandboxNotFoundError: there is none, or it is paused.
+            ConflictError: it changes its state.
+        """
+        await self._change_end(sandbox_id, max(duration_s, SHORTEST_REFRESH_S), extend_only=True)
+
+    def metrics(self, sandbox_id: str, start: datetime | None, end: datetime | None) -> Sequence[MetricSample]:
+        """Return readings of the last hour from `start` to `end` (both included), ascending. Empty right after start.
+
+        Raises:
+            SandboxNotFoundError: there is none.
+        """
+        self._live.visible(sandbox_id)
+        return self._sampler.samples(sandbox_id, start, end)
+
+    async def logs(
+        self,
+        sandbox_id: str,
+        *,
+        start: datetime | None = None,
+        end: datetime | None = None,
+        limit: int = 1000,
+        level: str | None = None,
+        backward: bool = False,
+        search: str | None = None,
+    ) -> Sequence[LogEntry]:
+        """Return log lines of the guest and of ours: ascending from `start`, or descending from `end`.
+
+        Args:
+            sandbox_id: whose.
+            start: earliest time, included.
+            end: latest time, included.
+            limit: at most so many.
+            level: the lowest one wanted.
+            backward: the newest first.
+            search: a part of the message.
+
+        Raises:
+            SandboxNotFoundError: there is none.
+            StorageError: the log cannot be read.
+        """
+        live = self._live.visible(sandbox_id)
+        machine = live.holdings.machine
+        return await logbook.read(
+            live.holdings.directory,
+            None if machine is None else machine.console_log(),
+            live.sandbox.started_at,
+            logbook.LogQuery(start, end, limit, level, backward, search),
+        )
+
+    async def wake(self, sandbox_id: str) -> Route | None:
+        """Return the route of a sandbox, awake. None when it does not run and may not be woken: nothing sleeps yet."""
+        return self.routes.get(sandbox_id)
+
+    async def _change_end(self, sandbox_id: str, timeout_s: int, *, extend_only: bool) -> Sandbox:
+        live = self._live.visible(sandbox_id)
+        change = self._operations.spawn(self._move_end(live, timeout_s, extend_only), f"change the end of {sandbox_id}")
+        return await to_the_end(change)
+
+    async def _move_end(self, live: LiveSandbox, timeout_s: int, extend_only: bool) -> Sandbox:
+        async with live.changing:
+            self._check_running(live)
+            sandbox = live.sandbox
+            now = self._clock.now()
+            if timeout_s <= 0:
+                self._begin_kill(live, "expired by request")
+                return sandbox
+            latest = sandbox.started_at + timedelta(seconds=self._settings.sandbox.max_timeout_s)
+            if latest <= now:
+                raise InvalidRequestError(
+                    f"sandbox {sandbox.id} has reached the longest session of {self._settings.sandbox.max_timeout_s} s"
+                )
+            end_at = min(now + timedelta(seconds=min(timeout_s, self._settings.sandbox.max_timeout_s)), latest)
+            if extend_only:
+                end_at = max(end_at, sandbox.end_at)
+            if end_at != sandbox.end_at:
+                await self._journal.set_end(sandbox.id, end_at)
+                self._check_running(live)  # it may have expired, or died, meanwhile
+                live.sandbox = replace(live.sandbox, end_at=end_at)
+                self._expiry.set(sandbox.id, end_at)
+            return live.sandbox
+
+    def _check_running(self, live: LiveSandbox) -> None:
+        if live.state in (SandboxState.PAUSING, SandboxState.RESUMING):
+            raise ConflictError(f"sandbox {live.sandbox.id} is {live.state}; try again")
+        if live.state is not SandboxState.RUNNING:
+            raise SandboxNotFoundError(live.sandbox.id)
+
+    def _publish(self, live: LiveSandbox) -> Agent:
+        """Make a running sandbox reachable, watched, sampled and mortal. Nothing here waits or fails."""
+        sandbox, slot, machine = live.sandbox, live.holdings.slot, live.holdings.machine
+        assert slot is not None and machine is not None  # noqa: S101 - it runs
+        host = str(slot.address)
+        network = sandbox.request.network
+        agent = self._agents(host, sandbox.envd_access_token)
+        self._expiry.set(sandbox.id, sandbox.end_at)
+        self._sampler.add(sandbox.id, agent)
+        live.watcher = self._watchers.spawn(self._watch(live, machine), f"watch {sandbox.id}")
+        self.routes.publish(
+            Route(
+                sandbox_id=sandbox.id,
+                life=sandbox.life,
+                host=host,
+                envd_access_token=sandbox.envd_access_token,
+                traffic_access_token=sandbox.traffic_access_token,
+                mask_request_host=None if network is None else network.mask_request_host,
+                https_ports=frozenset() if network is None else frozenset(network.https_ports),
+            )
+        )
+        return agent
+
+    def _adopt(self, adopted: Adopted) -> None:
+        live = LiveSandbox(adopted.sandbox, adopted.holdings)
+        self._live.add(live)
+        agent = self._publish(live)
+        self._watchers.spawn(self._greet(live, agent), f"greet {adopted.sandbox.id}")
+        _log.info("sandbox_adopted", sandbox=adopted.sandbox.id, end_at=adopted.sandbox.end_at.isoformat())
+
+    async def _greet(self, live: LiveSandbox, agent: Agent) -> None:
+        """See whether the agent of an adopted guest answers. Silence is written down, and is no reason to kill: a guest
+        under load is silent too, and its init restarts an agent that died."""
+        try:
+            await agent.health()
+            entry = LogEntry(self._clock.now(), "info", "orchestrator", "taken over by a new server process")
+        except GuestAgentError as error:
+            message = f"taken over by a new server process; its agent is silent: {error.message}"
+            entry = LogEntry(self._clock.now(), "warn", "orchestrator", message)
+            _log.warning("adopted_agent_silent", sandbox=live.sandbox.id, error=error.message)
+        if live.state is SandboxState.RUNNING:
+            await logbook.append(live.holdings.directory, entry)
+
+    async def _watch(self, live: LiveSandbox, machine: Machine) -> None:
+        ended = await machine.wait()
+        if live.state in VISIBLE:
+            self._begin_kill(live, f"its VM ended by itself: {ended.reason}")
+
+    def _expired(self, sandbox_id: str) -> None:
+        live = self._live.find(sandbox_id)
+        if live is not None and live.state is SandboxState.RUNNING:
+            self._begin_kill(live, "expired")
+
+    def _begin_kill(self, live: LiveSandbox, reason: str) -> asyncio.Task[None]:
+        """Take a sandbox out of sight, at once, and begin to take it down."""
+        sandbox_id = live.sandbox.id
+        live.apply(Event.KILL)
+        live.sandbox = replace(live.sandbox, reason=reason)
+        self.routes.withdraw(sandbox_id)
+        self._expiry.clear(sandbox_id)
+        self._sampler.remove(sandbox_id)
+        return self._operations.spawn(self._finish_kill(live, reason), f"kill {sandbox_id}")
+
+    async def _finish_kill(self, live: LiveSandbox, reason: str) -> None:
+        sandbox_id = live.sandbox.id
+        if live.watcher is not None:
+            live.watcher.cancel()
+        try:
+            await self._journal.begin_kill(sandbox_id, reason, self._clock.now())
+        except AgentEnvError as error:
+            # A full disk must not keep a VM alive. Without this note the next start finds a dead VM, and comes to the
+            # same end.
+            _log.warning("kill_not_noted", sandbox=sandbox_id, error=error.message)
+        try:
+            await self._releaser.release(live.holdings)
+        except AgentEnvError as error:
+            self._cleaner.take_over(live.holdings, error)
+            if live.holdings.machine is not None:
+                raise
+        finally:
+            self._live.drop(sandbox_id)
+        _log.info("sandbox_ended", sandbox=sandbox_id, reason=reason)
+
+    async def _purge_keys(self) -> None:
+        while True:
+            try:
+                await self._journal.purge_keys(self._clock.now() - KEYS_KEPT)
+            except AgentEnvError as error:
+                _log.warning("idempotency_keys_not_purged", error=error.message)
+            await self._clock.sleep(_PURGE_PERIOD_S)

@@ -1,0 +1,159 @@
+"""At the start of a server: what the journal says is compared with what really is, and the truth wins.
+
+Sandboxes that run are taken over. All else that carries our mark and belongs to none of them is removed: processes,
+memory files, slots, directories, journal rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from agentenv.errors import AgentEnvError, StorageError
+from agentenv.network.base import Slot
+from agentenv.orchestrator.cleanup import Cleaner
+from agentenv.orchestrator.journal import Journal, JournalEntry
+from agentenv.orchestrator.launch import Holdings, Releaser
+from agentenv.orchestrator.model import Sandbox, SandboxState
+from agentenv.orchestrator.ports import HostProbe, OrphanReaper, SlotPool
+from agentenv.orchestrator.tasks import in_thread, together
+from agentenv.vmm.base import Machine, Vmm
+
+_log = structlog.get_logger(__name__)
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A sandbox that outlived the last server."""
+
+    sandbox: Sandbox
+    holdings: Holdings
+
+
+@dataclass(slots=True)
+class _Found:
+    """A journal entry, and what could be found of it."""
+
+    entry: JournalEntry
+    machine: Machine | None = None
+    slot: Slot | None = None
+    verdict: str | None = None
+    """Why it cannot be taken over; None while it can."""
+
+
+class Reconciler:
+    """Runs once, before any create."""
+
+    def __init__(
+        self,
+        sandboxes: Path,
+        *,
+        journal: Journal,
+        vmm: Vmm,
+        slots: SlotPool,
+        orphans: OrphanReaper,
+        releaser: Releaser,
+        cleaner: Cleaner,
+        host: HostProbe,
+    ) -> None:
+        self._sandboxes = sandboxes
+        self._journal = journal
+        self._vmm = vmm
+        self._slots = slots
+        self._orphans = orphans
+        self._releaser = releaser
+        self._cleaner = cleaner
+        self._host = host
+
+    async def run(self) -> list[Adopted]:
+        """Take over what runs, remove the rest, start the slot pool.
+
+        Raises:
+            AgentEnvError: processes of an earlier server could not be ended, or the slot pool could not start. What
+                merely could not be removed is tried again later and raises nothing.
+        """
+        await self._journal.doubt_keys()
+        found = [_Found(entry) for entry in await self._journal.load()]
+        await self._for_each(found, self._find_machine)
+        # Processes first: a slot or a disk must not be pulled away under a VM that still runs.
+        records = [one.machine.record for one in found if one.machine is not None]
+        for words in await self._orphans.reap(records):
+            _log.info("orphan_removed", what=words)
+        await self._slots.start([one.entry.slot.index for one in found if one.verdict is None and one.entry.slot])
+        await self._for_each([one for one in found if one.verdict is None], self._find_slot)
+        await self._for_each([one for one in found if one.verdict is not None], self._remove)
+        await self._remove_strays({one.entry.sandbox.id for one in found})
+        return [
+            Adopted(one.entry.sandbox, self._holdings(one.entry.sandbox.id, one.slot, one.machine))
+            for one in found
+            if one.verdict is None
+        ]
+
+    async def _for_each(self, found: list[_Found], step: Callable[[_Found], Awaitable[None]]) -> None:
+        places = asyncio.Semaphore(_AT_ONCE)
+
+        async def limited(one: _Found) -> None:
+            async with places:
+                await step(one)
+
+        await together(*(limited(one) for one in found))
+
+    async def _find_machine(self, one: _Found) -> None:
+        entry = one.entry
+        if entry.sandbox.state is not SandboxState.RUNNING:
+            one.verdict = f"the server stopped while it was {entry.sandbox.state}"
+        elif entry.machine is None or entry.slot is None:
+            one.verdict = "the journal lacks its machine or its slot"
+        elif entry.boot_id != self._host.boot_id():
+            one.verdict = "the host was rebooted"
+        else:
+            try:
+                one.machine = await self._vmm.adopt(entry.machine)
+            except AgentEnvError as error:
+                one.verdict = f"its VM cannot be taken over: {error.message}"
+            else:
+                if one.machine is None:
+                    one.verdict = "its VM ended while no server ran"
+
+    async def _find_slot(self, one: _Found) -> None:
+        slot = one.entry.slot
+        assert slot is not None  # noqa: S101 - _find_machine saw it
+        one.slot = slot
+        try:
+            one.slot = await self._slots.adopt(slot.index)
+        except AgentEnvError as error:
+            one.verdict = f"its network cannot be taken over: {error.message}"
+
+    async def _remove(self, one: _Found) -> None:
+        _log.warning("sandbox_lost", sandbox=one.entry.sandbox.id, reason=one.verdict)
+        await self._release(self._holdings(one.entry.sandbox.id, one.slot, one.machine))
+
+    async def _remove_strays(self, known: set[str]) -> None:
+        """Directories that the journal never heard of, or forgot in a power cut."""
+
+        def names() -> list[str]:
+            try:
+                return sorted(path.name for path in self._sandboxes.iterdir())
+            except FileNotFoundError:
+                return []
+            except OSError as error:
+                raise StorageError(f"cannot read {self._sandboxes}: {error.strerror}") from error
+
+        for name in await in_thread(names):
+            if name not in known:
+                _log.info("stray_directory_removed", directory=name)
+                await self._release(self._holdings(name, None, None))
+
+    async def _release(self, holdings: Holdings) -> None:
+        try:
+            await self._releaser.release(holdings)
+        except AgentEnvError as error:
+            self._cleaner.take_over(holdings, error)
+
+    def _holdings(self, sandbox_id: str, slot: Slot | None, machine: Machine | None) -> Holdings:
+        return Holdings(sandbox_id, self._sandboxes / sandbox_id, slot, machine)
