@@ -72,16 +72,22 @@ async def choose_vmm(settings: Settings, kernel: Path, *, fresh: bool = False) -
         ConfigurationError: QEMU is missing, or no acceleration that the settings allow runs guests; says why.
         AssetError: the kernel cannot be read.
     """
+    name, reason = await _select(settings, kernel, fresh=fresh)
+    memory_dir = choose_memory_dir(settings)
+    await asyncio.to_thread(prepare_memory_dir, memory_dir)
+    vmm = await _make_vmm(settings, name, memory_dir, reason)
+    log.info("vmm_chosen", vmm=vmm.name, version=vmm.version, acceleration=name, reason=reason)
+    return vmm
+
+
+async def _select(settings: Settings, kernel: Path, *, fresh: bool) -> tuple[str, str]:
+    """The acceleration to use, and why none of the better ones."""
     wanted = settings.vmm.acceleration
     reasons: list[str] = []
     for name in ("kvm", "tcg") if wanted == "auto" else (wanted,):
         result = await probe_acceleration(settings, kernel, name, fresh=fresh)
         if result.usable:
-            memory_dir = choose_memory_dir(settings)
-            await asyncio.to_thread(prepare_memory_dir, memory_dir)
-            vmm = await _make_vmm(settings, name, memory_dir, "; ".join(reasons))
-            log.info("vmm_chosen", vmm=vmm.name, version=vmm.version, acceleration=name, reason=vmm.acceleration_reason)
-            return vmm
+            return name, "; ".join(reasons)
         reasons.append(f"{name}: {result.reason}")
     raise ConfigurationError("no virtual machine runs on this host. " + "; ".join(reasons))
 
@@ -254,19 +260,22 @@ def _remember(store: Path, key: str, result: ProbeResult) -> None:
 async def describe_acceleration(settings: Settings, kernel: Path | None = None) -> tuple[str, str, str | None]:
     """A finding for `aenv doctor`: level (`ok`, `warn`, `fail`), what was found, and what mends it.
 
-    Boots nothing but what `choose_vmm` would boot; without a kernel it tells only what can be known without one.
+    With a guest kernel the tiny guest is booted, unless its result is remembered; without one only that is told which
+    can be known without booting.
     """
+    slow = "nothing: emulation works, only slower"
     try:
-        obstacle = kvm_obstacle(settings) if settings.vmm.acceleration != "tcg" else "emulation was asked for"
-        if kernel is None:
-            version = await asyncio.to_thread(read_qemu_version, settings.vmm.qemu)
-            if obstacle is None:
-                return "ok", f"QEMU {version}; /dev/kvm opens, guests were not tried yet", None
-            return "warn", f"QEMU {version}, emulation; {obstacle}", "nothing: it works, some 10 to 20 times slower"
-        vmm = await choose_vmm(settings, kernel)
+        version = await asyncio.to_thread(read_qemu_version, settings.vmm.qemu)
+        if kernel is not None:
+            name, reason = await _select(settings, kernel, fresh=False)
+            if name == "kvm":
+                return "ok", f"QEMU {version} with KVM", None
+            return "warn", f"QEMU {version}, emulation; {reason or 'as the settings say'}", slow
     except AgentEnvError as error:
-        return "fail", str(error), "see the text; `aenv doctor` again afterwards"
-    await vmm.close()
-    if vmm.acceleration == "kvm":
-        return "ok", f"QEMU {vmm.version} with KVM", None
-    return "warn", f"QEMU {vmm.version}, emulation; {vmm.acceleration_reason or obstacle}", "nothing: it works, slower"
+        return "fail", error.message, "mend what it names, then run `aenv doctor` again"
+    if settings.vmm.acceleration == "tcg":
+        return "warn", f"QEMU {version}, emulation, as the settings say", "set vmm.acceleration to auto"
+    obstacle = kvm_obstacle(settings)
+    if obstacle is None:
+        return "ok", f"QEMU {version}; /dev/kvm opens, no guest was tried yet", None
+    return "warn", f"QEMU {version}, emulation; {obstacle}", slow
