@@ -145,6 +145,8 @@ def _fill(
             raise
         try:
             _configure_links(slot, mtu, inner, host)
+            # Refusals go to this guest only: without the limit none of its programs is left to wait for a time-out.
+            namespaces.write_sysctl("ipv4/icmp_ratemask", "0")
             namespaces.write_sysctl("ipv4/ip_forward", "1")
             return _open_sockets()
         except BaseException:
