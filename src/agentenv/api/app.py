@@ -13,18 +13,32 @@ from agentenv.api.models import ErrorBody
 from agentenv.api.observations import add_observation_routes
 from agentenv.api.sandboxes import add_sandbox_routes
 from agentenv.api.services import SandboxService
+from agentenv.api.templates import TemplateService, add_template_routes
 from agentenv.api.unsupported import add_unsupported_routes
 from agentenv.config import Settings
 
+AGENT_VERSION = "0.6.7"
+"""The version of the agent contract that `crates/guest` implements; SDKs switch features by it (E2B contract §1.6)."""
 
-def create_app(service: SandboxService, settings: Settings, api_key: str, *, domain: str) -> ASGIApp:
+
+def create_app(
+    service: SandboxService,
+    templates: TemplateService,
+    settings: Settings,
+    api_key: str,
+    *,
+    domain: str,
+    agent_version: str = AGENT_VERSION,
+) -> ASGIApp:
     """Make the control plane (E2B contract §2).
 
     Args:
         service: the sandboxes, normally the orchestrator.
+        templates: what sandboxes are created from.
         settings: limits of bodies and timeouts.
         api_key: the key that every call but `/health` and the API's description needs.
         domain: what clients are told as `domain`: sandboxes are at `{port}-{id}.{domain}`.
+        agent_version: what the guest agents report.
     """
     app = FastAPI(
         title="AgentENV",
@@ -44,5 +58,6 @@ def create_app(service: SandboxService, settings: Settings, api_key: str, *, dom
 
     add_observation_routes(app, service)
     add_sandbox_routes(app, service, settings.sandbox, domain)
+    add_template_routes(app, templates, agent_version)
     add_unsupported_routes(app, service)
     return ControlPlane(app, api_key)

@@ -65,9 +65,10 @@ class ControlPlane:
         headers = Headers(scope=scope)
         started_at = time.monotonic()
         status = 0
+        complete = False
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal status
+            nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
                 out = MutableHeaders(scope=message)
@@ -75,6 +76,8 @@ class ControlPlane:
                 if "origin" in headers:
                     out["Access-Control-Allow-Origin"] = "*"
                     out["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+            elif message["type"] == "http.response.body":
+                complete = not message.get("more_body", False)
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):
@@ -86,9 +89,10 @@ class ControlPlane:
                     await self._app({**scope, "path": path}, receive, send_with_headers)
             except Exception:
                 log.exception("request_crashed", method=method, path=path)
-                if status:
-                    raise
-                await internal_error_response()(scope, receive, send_with_headers)
+                if status and not complete:
+                    raise  # too late for another answer; the server cuts the connection
+                if not status:
+                    await internal_error_response()(scope, receive, send_with_headers)
             finally:
                 log.debug(
                     "request",

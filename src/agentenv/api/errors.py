@@ -71,6 +71,10 @@ def add_error_handlers(app: FastAPI) -> None:
             message = str(error.detail)
         return error_response(error.status_code, message, headers=error.headers)
 
+    @app.exception_handler(Exception)
+    async def on_unforeseen(_request: Request, _error: Exception) -> Response:
+        return internal_error_response()  # Starlette raises the error again, and `ControlPlane` logs it
+
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_request: Request, _error: ClientDisconnect) -> Response:
         return error_response(400, "the client closed the connection before the whole body was sent")

@@ -6,9 +6,9 @@ import re
 from datetime import UTC, datetime, timedelta
 
 from agentenv.errors import InvalidRequestError
+from agentenv.templates.store import parse_reference
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_TEMPLATE = re.compile(r"(?:[a-z0-9_-]{1,128}/)?[a-z0-9_-]{1,128}(?::[a-z0-9_.-]{1,128})?")
 _RFC3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:[Zz]|[+-]\d\d:\d\d)", re.ASCII)
 _SPACE_FOR_PLUS = re.compile(r" (?=\d\d:\d\d\Z)")
 
@@ -26,18 +26,16 @@ def check_timeout(timeout_s: int, max_timeout_s: int) -> int:
     return timeout_s
 
 
-def parse_template_reference(text: str) -> str:
+def normal_template_reference(text: str) -> str:
     """Normalise `[namespace/]alias[:tag]`: trimmed, lower case, and without the tag `default`, which means no tag.
 
     Raises:
         InvalidRequestError: the text has not this form.
     """
-    reference = text.strip().lower()
-    if not _TEMPLATE.fullmatch(reference):
-        raise InvalidRequestError(
-            "templateID must be an ID or [namespace/]alias[:tag] of the characters a-z, 0-9, _ and -"
-        )
-    return reference.removesuffix(":default")
+    reference = parse_reference(text)
+    namespace = f"{reference.namespace}/" if reference.namespace is not None else ""
+    tag = f":{reference.tag}" if reference.tag is not None else ""
+    return f"{namespace}{reference.name}{tag}"
 
 
 def parse_time(name: str, text: str | None) -> datetime | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from agentenv.api.idempotency import check_idempotency_key, request_digest
 from agentenv.api.models import CreateBody
 from agentenv.api.network_rules import check_network
-from agentenv.api.params import check_timeout, parse_template_reference
+from agentenv.api.params import check_timeout, normal_template_reference
 from agentenv.errors import InvalidRequestError, NotImplementedYetError
 from agentenv.orchestrator.model import CreateRequest, OnTimeout
 
@@ -25,7 +25,7 @@ def create_request(
         NotImplementedYetError: the request asks for what this version does not offer.
     """
     key = check_idempotency_key(idempotency_key)
-    template = parse_template_reference(body.template_id)
+    template = normal_template_reference(body.template_id)
     timeout_s = default_timeout_s if body.timeout is None else body.timeout
     check_timeout(timeout_s, max_timeout_s)
     auto_resume = body.auto_resume is not None and body.auto_resume.enabled

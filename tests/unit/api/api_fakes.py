@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,7 @@ from agentenv.config import ApiSettings, SandboxSettings, Settings
 from agentenv.errors import ConflictError, IdempotencyMismatchError, SandboxNotFoundError, TemplateNotFoundError
 from agentenv.ids import new_sandbox_id, new_token
 from agentenv.orchestrator.model import CreateRequest, LogEntry, MetricSample, Sandbox, SandboxState
+from agentenv.templates.store import Template, parse_reference
 
 KEY = "e2b_" + "0123456789abcdef0123" * 2
 DOMAIN = "aenv.localhost:1234"
@@ -137,6 +139,25 @@ class FakeService:
         return [entry for entry in self.entries if start is None or entry.timestamp >= start][: options["limit"]]
 
 
+@dataclass
+class FakeTemplates:
+    """One template."""
+
+    templates: tuple[Template, ...] = (
+        Template("tbase", ("base", "debian"), Path("/nowhere"), 2, 512, 4096, created_at=NOW),
+    )
+
+    async def resolve(self, reference: str) -> Template:
+        wanted = parse_reference(reference)
+        for template in self.templates:
+            if wanted.tag is None and wanted.name in (template.template_id, *template.names):
+                return template
+        raise TemplateNotFoundError(reference)
+
+    async def list(self) -> tuple[Template, ...]:
+        return self.templates
+
+
 def make_settings(**api: Any) -> Settings:
     return Settings(api=ApiSettings(**api), sandbox=SandboxSettings(max_timeout_s=3600))
 
@@ -190,6 +211,6 @@ class Client:
 @contextlib.asynccontextmanager
 async def control_plane(service: FakeService, **api: Any) -> AsyncIterator[Client]:
     """Serve the control plane over a fake service; yields a client of it."""
-    app = create_app(service, make_settings(**api), KEY, domain=DOMAIN)
+    app = create_app(service, FakeTemplates(), make_settings(**api), KEY, domain=DOMAIN)
     async with served(app) as url, aiohttp.ClientSession() as session:
         yield Client(session, url)

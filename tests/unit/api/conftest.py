@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, MutableMapping
+from typing import Any
 
 import pytest
 import pytest_asyncio
+import structlog
 from api_fakes import Client, FakeService, control_plane
+
+
+@pytest.fixture(autouse=True)
+def quiet_log() -> Iterator[list[MutableMapping[str, Any]]]:
+    """The server's log entries of a test."""
+    with structlog.testing.capture_logs() as entries:
+        yield entries
 
 
 @pytest.fixture(scope="session")
