@@ -17,8 +17,8 @@ from pathlib import Path
 RESULTS = Path(__file__).resolve().parents[1] / "RESULTS.md"
 _HEADER = """# Benchmark results
 
-Each section is written by one file of `bench/` and says how it was measured. Absolute numbers belong to the machine that is
-named; compare only within a section, whose rows come from one run.
+Each section is written by one file of `bench/` and says how it was measured. Absolute numbers belong to the machine
+that is named; compare only within a section, whose rows come from one run.
 """
 
 
