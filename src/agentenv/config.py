@@ -28,7 +28,7 @@ def default_home() -> Path:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ApiSettings(_Section):
@@ -46,18 +46,23 @@ class SandboxSettings(_Section):
     """Defaults and limits of sandboxes."""
 
     default_timeout_s: int = Field(default=300, gt=0)
+    """Life of a sandbox whose creator names none, seconds."""
     max_timeout_s: int = Field(default=24 * 3600, gt=0)
     """Longest life that a caller may ask for, and longest session from start to end."""
     vcpus: int = Field(default=2, ge=1, le=64)
+    """Virtual processors of a sandbox."""
     memory_mib: int = Field(default=512, ge=128)
+    """Memory of a sandbox. Only what the guest touches is taken from the host."""
     disk_mib: int = Field(default=4096, ge=512)
     """Virtual size of a sandbox's disk. The file is sparse."""
     max_running: int = Field(default=1000, ge=1)
+    """Sandboxes that may run at once on this node."""
     max_concurrent_starts: int = Field(default=4, ge=1)
+    """Sandboxes that may boot at once."""
     max_queued_starts: int = Field(default=200, ge=0)
     """Creates that may wait for a start place; beyond it the answer is 429."""
     start_timeout_s: float = Field(default=120, gt=0)
-    """How long boot to agent-ready may take."""
+    """How long boot to agent-ready may take, seconds."""
     min_free_disk_mib: int = Field(default=512, ge=0)
     """Creation is refused with 507 when the home's file system has less than this free."""
     min_free_memory_mib: int = Field(default=256, ge=0)
@@ -68,9 +73,11 @@ class VmmSettings(_Section):
     """Virtual machine monitors."""
 
     kind: Literal["auto", "qemu"] = "auto"
+    """Which VMM to use."""
     acceleration: Literal["auto", "kvm", "tcg"] = "auto"
     """auto: KVM where the probe booted a guest with it, else emulation."""
     qemu: Path = Path("/usr/bin/qemu-system-x86_64")
+    """The QEMU program."""
     memory_dir: Path | None = None
     """Where guest memory files of running VMs lie. None: `/dev/shm` if it is a tmpfs with room, else the home."""
 
@@ -96,6 +103,7 @@ class NetworkSettings(_Section):
     allow_private: tuple[IPv4Network, ...] = ()
     """Private destinations that every sandbox may reach (for instance a trainer's call-back)."""
     uplink_mtu: int = Field(default=1400, ge=576, le=9000)
+    """MTU inside guests; not above that of the host's way out."""
 
 
 class Settings(BaseSettings):
@@ -106,13 +114,16 @@ class Settings(BaseSettings):
         env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
+        use_attribute_docstrings=True,
         nested_model_default_partial_update=True,
     )
 
     home: Path = Field(default_factory=default_home)
+    """Where the server keeps its state."""
     api_key: SecretStr | None = None
     """The API key. None: the one in `secrets/api-key`, which is made on first start."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Logs go to standard error."""
     api: ApiSettings = ApiSettings()
     sandbox: SandboxSettings = SandboxSettings()
     vmm: VmmSettings = VmmSettings()
