@@ -39,7 +39,9 @@ class EgressPolicy:
     """What the guest may reach. `allow` beats `deny`, both beat the default.
 
     Default: every IPv4 destination except private ranges, link-local and cloud metadata. `internet=False` denies
-    everything that `allow` does not name, DNS included. IPv6 is always closed.
+    everything that `allow` does not name, DNS included. IPv6 is always closed. An entry of `allow` opens private
+    destinations only where it lies inside a private range (`0.0.0.0/0` means the internet), and never opens loopback,
+    link-local and cloud metadata: that is left to the operator's `allow_private`.
     """
 
     internet: bool = True

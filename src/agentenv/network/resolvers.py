@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import struct
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import structlog
 
@@ -30,6 +30,10 @@ _RCODE = 0x000F
 _SERVFAIL, _NOTIMP, _REFUSED = 2, 4, 5
 
 log = structlog.get_logger(__name__)
+
+_SERVER = re.compile(
+    r"(?:\[(?P<six>[^]]+)\]|(?P<four>[0-9.]+))(?::(?P<port>[0-9]{1,5}))?|(?P<bare_six>[^\[\]]*:[^\[\]]*:[^\[\]]*)"
+)
 
 Server = tuple[str, int]
 """Address (an IPv6 one may have a `%scope`) and port."""
@@ -97,13 +101,14 @@ def parse_server(text: str) -> Server:
     Raises:
         ConfigurationError: it is no IP address.
     """
+    found = _SERVER.fullmatch(text)
     try:
-        if text.count(":") <= 1 or text.startswith("["):
-            parts = urlsplit(f"//{text}")
-            host, port = parts.hostname or "", parts.port or DNS_PORT
-        else:
-            host, port = text, DNS_PORT
+        if found is None:
+            raise ValueError(text)
+        host, port = found["six"] or found["bare_six"] or found["four"], int(found["port"] or DNS_PORT)
         (IPv6Address if ":" in host else IPv4Address)(host)
+        if not 0 < port < 65536:
+            raise ValueError(text)
     except ValueError as error:
         raise ConfigurationError(
             f"network.dns_servers: '{text}' is not an IP address (with `:port` or `[address]:port` at most)"
