@@ -5,6 +5,7 @@ Knows nothing of what it serves.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import socket
@@ -119,6 +120,12 @@ class HttpServer(uvicorn.Server):
             ConfigurationError: somebody else listens on the address since it was bound.
         """
         await self.serve(sockets=[self._listener])
+        # What did not end in its grace was cancelled at most; nothing of it may run while the rooms below are closed.
+        leftovers = set(self.server_state.tasks)
+        for task in leftovers:
+            task.cancel()
+        if leftovers:
+            await asyncio.wait(leftovers, timeout=GRACE_S)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         url = base_url(self._listener)
