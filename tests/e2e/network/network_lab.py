@@ -14,13 +14,17 @@ import os
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from ipaddress import IPv4Network
 from pathlib import Path
 
+import pytest
 from pyroute2 import IPRoute
 
+from agentenv.config import NetworkSettings
 from agentenv.network import namespaces
-from agentenv.network.base import GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, GUEST_PREFIX, TAP_NAME, Slot
+from agentenv.network.base import GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, GUEST_PREFIX, TAP_NAME, EgressPolicy, Slot
+from agentenv.network.pool import SlotPool
 from agentenv.network.slots import TAP_MAC
 
 HOST_ADDRESS = "198.51.100.1"
@@ -32,6 +36,10 @@ PRIVATE_2 = "172.16.9.9"
 METADATA = "169.254.169.254"
 METADATA_2 = "100.100.100.200"
 
+GATEWAY = str(GATEWAY_ADDRESS)
+EVERYTHING = IPv4Network("0.0.0.0/0")
+QUERY = bytes.fromhex("beef01000001000000000000") + b"\x05agent\x03env\x00\x00\x01\x00\x01"
+ANSWER = bytes.fromhex("beef81800001000100000000") + QUERY[12:] + bytes.fromhex("c00c00010001000000010004cb007107")
 _CLONE_FS = 0x00000200
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWNET = 0x40000000
@@ -299,3 +307,105 @@ class FakeGuest(Namespace):
         for descriptor in (*self._ends, self._wake_read, self._wake_write):
             os.close(descriptor)
         super().close()
+
+
+def net(*texts: str) -> tuple[IPv4Network, ...]:
+    return tuple(IPv4Network(text) for text in texts)
+
+
+@contextlib.asynccontextmanager
+async def pool_of(home: Path, keep: tuple[int, ...] = (), **settings: object) -> AsyncIterator[SlotPool]:
+    pool = SlotPool(NetworkSettings.model_validate({"warm_slots": 1, **settings}), home)
+    await pool.start(keep)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+@contextlib.asynccontextmanager
+async def guest_of(
+    home: Path, policy: EgressPolicy | None = None, **settings: object
+) -> AsyncIterator[tuple[SlotPool, Slot, FakeGuest]]:
+    async with pool_of(home, **settings) as pool:
+        slot = await pool.acquire()
+        if policy is not None:
+            await pool.apply_policy(slot, policy)
+        guest = FakeGuest(slot)
+        try:
+            yield pool, slot, guest
+        finally:
+            guest.close()
+            await pool.release(slot)
+
+
+async def assert_open(guest: FakeGuest, *addresses: str) -> None:
+    for address in addresses:
+        (await guest.connect(address, 80)).close()
+        assert await guest.ask(address, 80, address.encode()) == address.encode()
+
+
+async def assert_closed(guest: FakeGuest, *addresses: str, port: int = 80) -> None:
+    """TCP and UDP are refused at once (a time-out would mean that a packet went astray)."""
+    for address in addresses:
+        with pytest.raises(ConnectionRefusedError):
+            await guest.connect(address, port)
+        with pytest.raises(OSError, match="No route to host"):
+            await guest.ask(address, port, b"closed")
+
+
+async def seen_until(world: World, marker: bytes) -> list[tuple[bytes, str]]:
+    """All datagrams that arrived before the marker."""
+    found = []
+    while True:
+        data, source = await asyncio.wait_for(world.datagrams.get(), 15)
+        if data == marker:
+            return found
+        found.append((data, source))
+
+
+async def seen_after(guest: FakeGuest, world: World) -> list[tuple[bytes, str]]:
+    await guest.ask(PUBLIC, 80, b"marker")
+    return await seen_until(world, b"marker")
+
+
+async def connect_from_host(slot: Slot, port: int) -> socket.socket:
+    one = socket.socket()
+    one.setblocking(False)
+    await asyncio.wait_for(asyncio.get_running_loop().sock_connect(one, (str(slot.address), port)), 15)
+    return one
+
+
+class FakeResolver:
+    """A resolver on the host that knows one answer."""
+
+    def __init__(self) -> None:
+        self.questions: list[bytes] = []
+
+    @classmethod
+    async def start(cls, address: tuple[str, int]) -> FakeResolver:
+        made = cls()
+        loop = asyncio.get_running_loop()
+
+        class Udp(asyncio.DatagramProtocol):
+            def connection_made(self, transport: asyncio.DatagramTransport) -> None:  # type: ignore[override]
+                self.transport = transport
+
+            def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+                made.questions.append(data)
+                self.transport.sendto(data[:2] + ANSWER[2:], addr)
+
+        async def tcp(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            size = int.from_bytes(await reader.readexactly(2), "big")
+            data = await reader.readexactly(size)
+            made.questions.append(data)
+            writer.write(len(ANSWER).to_bytes(2, "big") + data[:2] + ANSWER[2:])
+            writer.close()
+
+        made._udp, _ = await loop.create_datagram_endpoint(Udp, local_addr=address)
+        made._tcp = await asyncio.start_server(tcp, *address)
+        return made
+
+    async def close(self) -> None:
+        self._udp.abort()
+        self._tcp.close()
