@@ -77,7 +77,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_request: Request, _error: ClientDisconnect) -> Response:
-        return error_response(400, "the client closed the connection before the whole body was sent")
+        return error_response(400, "the client closed the connection")
 
 
 def describe_validation(errors: Sequence[Mapping[str, Any]]) -> str:

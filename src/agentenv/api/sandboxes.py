@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import FastAPI, Header, Query, Response
+from fastapi import FastAPI, Header, Query, Request, Response
 
+from agentenv.api.disconnect import while_client_waits
 from agentenv.api.listing import (
     Filters,
     Order,
@@ -57,14 +58,16 @@ def visible_sandbox(service: SandboxService, text: str) -> Sandbox:
 def add_sandbox_routes(app: FastAPI, service: SandboxService, limits: SandboxSettings, domain: str) -> None:
     """Add the routes to the application."""
 
-    async def create(body: CreateBody, default_timeout_s: int, idempotency_key: str | None) -> SandboxHandle:
-        request = create_request(
+    async def create(
+        request: Request, body: CreateBody, default_timeout_s: int, idempotency_key: str | None
+    ) -> SandboxHandle:
+        wish = create_request(
             body,
             default_timeout_s=default_timeout_s,
             max_timeout_s=limits.max_timeout_s,
             idempotency_key=idempotency_key,
         )
-        return handle_view(await service.create(request), domain)
+        return handle_view(await while_client_waits(request, service.create(wish)), domain)
 
     async def connect(sandbox_id: str, timeout_s: int, response: Response) -> SandboxHandle:
         check_timeout(timeout_s, limits.max_timeout_s)
@@ -74,17 +77,17 @@ def add_sandbox_routes(app: FastAPI, service: SandboxService, limits: SandboxSet
 
     @app.post("/v2/sandboxes", status_code=201, response_model_exclude_none=True, tags=["sandboxes"])
     async def create_sandbox(
-        body: CreateBody, idempotency_key: Annotated[str | None, Header()] = None
+        request: Request, body: CreateBody, idempotency_key: Annotated[str | None, Header()] = None
     ) -> SandboxHandle:
         """Start a sandbox; when the answer comes, its agent is ready."""
-        return await create(body, limits.default_timeout_s, idempotency_key)
+        return await create(request, body, limits.default_timeout_s, idempotency_key)
 
     @app.post("/sandboxes", status_code=201, response_model_exclude_none=True, tags=["sandboxes"])
     async def create_sandbox_legacy(
-        body: CreateBody, idempotency_key: Annotated[str | None, Header()] = None
+        request: Request, body: CreateBody, idempotency_key: Annotated[str | None, Header()] = None
     ) -> SandboxHandle:
         """As the v2 route, for older SDKs; without a timeout the sandbox lives 15 seconds."""
-        return await create(body, LEGACY_TIMEOUT_S, idempotency_key)
+        return await create(request, body, LEGACY_TIMEOUT_S, idempotency_key)
 
     @app.post("/v2/sandboxes/{sandbox_id:segment}/connect", response_model_exclude_none=True, tags=["sandboxes"])
     async def connect_sandbox(sandbox_id: str, response: Response, body: ConnectBody | None = None) -> SandboxHandle:

@@ -67,6 +67,9 @@ class FakeService:
     entries: list[LogEntry] = field(default_factory=list)
     calls: list[tuple[str, Any]] = field(default_factory=list)
     fail_with: Exception | None = None
+    slow: asyncio.Event | None = None
+    """Set when a create has begun; it goes on until it is cancelled."""
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def reset(self) -> None:
         vars(self).update(vars(FakeService()))
@@ -81,6 +84,12 @@ class FakeService:
     async def create(self, request: CreateRequest) -> Sandbox:
         if self.fail_with is not None:
             raise self.fail_with
+        if self.slow is not None:
+            self.slow.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
         if request.template != "base":
             raise TemplateNotFoundError(request.template)
         if request.idempotency_key is not None and request.idempotency_key in self.by_key:

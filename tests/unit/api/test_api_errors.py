@@ -196,6 +196,20 @@ async def test_a_client_that_leaves_amid_its_body_makes_nothing(client: Client, 
     assert not service.created
 
 
+async def test_a_client_that_leaves_amid_a_create_ends_it(client: Client, service: FakeService) -> None:
+    service.slow = asyncio.Event()
+    host, port = client.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    body = b'{"templateID":"base"}'
+    head = f"POST /v2/sandboxes HTTP/1.1\r\nHost: x\r\nX-API-KEY: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await service.slow.wait()
+    assert not service.cancelled.is_set()
+    writer.close()
+    await service.cancelled.wait()
+    assert not service.created
+
+
 async def test_unforeseen_errors_leak_nothing(client: Client, service: FakeService) -> None:
     for error in (RuntimeError("secret /path"), KeyError("secret"), RecursionError("secret"), ValueError("secret")):
         service.fail_with = error
