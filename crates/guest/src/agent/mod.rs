@@ -2,13 +2,20 @@
 
 pub mod args;
 pub mod auth;
+pub mod cgroup;
 pub mod cors;
 pub mod error;
+pub mod guest;
+pub mod host;
+pub mod init;
 pub mod log;
+pub mod metrics;
 pub mod paths;
 pub mod server;
 pub mod state;
+pub mod tunnel;
 pub mod users;
+pub mod volumes;
 
 use std::{num::NonZero, process::ExitCode, sync::Arc, thread};
 
@@ -40,6 +47,7 @@ pub fn main(words: impl Iterator<Item = String>) -> ExitCode {
         );
         state::Settings::default()
     });
+    let host = host::protect(&args);
     let workers = thread::available_parallelism()
         .map_or(1, NonZero::get)
         .min(MAX_WORKERS);
@@ -58,7 +66,7 @@ pub fn main(words: impl Iterator<Item = String>) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let state = Arc::new(AgentState::new(args, settings));
+    let state = Arc::new(AgentState::new(args, host, settings));
     match runtime.block_on(server::run(state)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

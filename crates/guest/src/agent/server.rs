@@ -7,14 +7,17 @@ use std::{
 use anyhow::Context as _;
 use axum::{
     body::Body,
-    extract::Request,
+    extract::{Request, State},
     middleware,
     response::{IntoResponse, Response},
-    routing::get,
+    routing::{get, post},
     Router,
 };
 use futures_util::FutureExt;
-use http::{header::CACHE_CONTROL, StatusCode};
+use http::{
+    header::{CACHE_CONTROL, CONTENT_TYPE},
+    StatusCode,
+};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::{
     rt::{TokioExecutor, TokioIo},
@@ -29,13 +32,17 @@ use super::{
     auth::{self, Peer},
     cors,
     error::HttpError,
-    log,
+    init, log, metrics,
     state::AgentState,
+    tunnel,
 };
+use crate::rpc::{Code, RpcError};
 
 /// How much unsent data the kernel takes for one connection. Small, so that what a client does not read stays where
 /// the flow control of the handlers sees it.
 const UNSENT_LIMIT: libc::c_int = 128 << 10;
+/// What hyper may buffer for one HTTP/1 connection, each way. Headers must fit.
+const CONNECTION_BUFFER: usize = 64 << 10;
 /// A peer that vanished without a word (a host that moved the sandbox) is noticed after idle + count × interval.
 const KEEPALIVE_IDLE: libc::c_int = 60;
 const KEEPALIVE_INTERVAL: libc::c_int = 15;
@@ -43,13 +50,19 @@ const KEEPALIVE_COUNT: libc::c_int = 4;
 
 /// All routes. Rooms add theirs here.
 fn routes(state: &Arc<AgentState>) -> Router {
-    let private = Router::new().layer(middleware::from_fn_with_state(
-        Arc::clone(state),
-        auth::require_private_peer,
-    ));
+    let private = Router::new()
+        .route("/init", post(init::handler))
+        .route("/tunnel", get(tunnel::handler))
+        .layer(middleware::from_fn_with_state(
+            Arc::clone(state),
+            auth::require_private_peer,
+        ));
     Router::new()
         .route("/health", get(health))
+        .route("/metrics", get(metrics::handler))
+        .route("/envs", get(envs))
         .merge(private)
+        .with_state(Arc::clone(state))
         .merge(crate::process::router(Arc::clone(state)))
         .merge(crate::files::router(Arc::clone(state)))
         .fallback(not_found)
@@ -65,15 +78,25 @@ async fn health() -> impl IntoResponse {
     (StatusCode::NO_CONTENT, [(CACHE_CONTROL, "no-store")])
 }
 
-async fn not_found(request: Request) -> HttpError {
-    HttpError::new(
-        StatusCode::NOT_FOUND,
-        format!(
-            "there is nothing at {} {}",
-            request.method(),
-            request.uri().path()
-        ),
-    )
+/// The variables that every command gets.
+async fn envs(State(state): State<Arc<AgentState>>) -> impl IntoResponse {
+    let body = json!(state.env()).to_string();
+    ([(CONTENT_TYPE, "application/json")], body)
+}
+
+/// Connect clients are told in their own words that they called a method which we lack.
+async fn not_found(request: Request) -> Response {
+    let message = format!(
+        "there is nothing at {} {}",
+        request.method(),
+        request.uri().path()
+    );
+    if request.headers().contains_key("connect-protocol-version") {
+        let mut response = RpcError::new(Code::Unimplemented, message).into_response();
+        *response.status_mut() = StatusCode::NOT_FOUND;
+        return response;
+    }
+    HttpError::new(StatusCode::NOT_FOUND, message).into_response()
 }
 
 async fn method_not_allowed(request: Request) -> HttpError {
@@ -160,6 +183,7 @@ async fn serve_connection(router: Router, stream: TcpStream, peer: SocketAddr) {
         }
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder.http1().max_buf_size(CONNECTION_BUFFER);
     builder
         .http2()
         .max_concurrent_streams(2048)

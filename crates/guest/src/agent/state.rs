@@ -7,14 +7,18 @@ use std::{
     io::Write,
     os::unix::fs::OpenOptionsExt,
     path::Path,
-    sync::{PoisonError, RwLock, RwLockReadGuard},
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
 };
 
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
 
+use tokio::sync::Mutex;
+
 use super::{
     args::Args,
+    host::Host,
+    metrics::CpuMeter,
     users::{self, User, UserError},
 };
 
@@ -41,13 +45,21 @@ pub struct Settings {
 /// What all handlers share, behind one `Arc`. Locks are held only for the moment of a copy, never across an await.
 pub struct AgentState {
     pub args: Args,
+    /// What commands are started with.
+    pub host: Host,
+    pub cpu: CpuMeter,
+    /// Held while an `/init` is being applied.
+    pub initializing: Arc<Mutex<()>>,
     settings: RwLock<Settings>,
 }
 
 impl AgentState {
-    pub fn new(args: Args, settings: Settings) -> Self {
+    pub fn new(args: Args, host: Host, settings: Settings) -> Self {
         Self {
             args,
+            host,
+            cpu: CpuMeter::default(),
+            initializing: Arc::default(),
             settings: RwLock::new(settings),
         }
     }

@@ -56,6 +56,15 @@ pub fn group_name(gid: u32) -> String {
     name_of(gid, &read(Path::new(GROUP)).unwrap_or_default())
 }
 
+/// The number of the group named `name`.
+pub fn group_id(name: &str) -> Option<u32> {
+    let text = read(Path::new(GROUP)).ok()?;
+    text.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next()? == name).then(|| fields.nth(1)?.parse().ok())?
+    })
+}
+
 fn read(path: &Path) -> io::Result<String> {
     match fs::read(path) {
         Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),

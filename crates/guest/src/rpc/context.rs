@@ -22,9 +22,8 @@ const DEFAULT_KEEPALIVE: Duration = Duration::from_secs(90);
 pub struct Context {
     /// What the whole agent shares.
     pub state: Arc<AgentState>,
-    /// `Connect-Timeout-Ms`; zero and absent both mean that there is no limit.
-    pub timeout: Option<Duration>,
-    /// The instant at which `timeout` is over. The rpc layer ends the call then with `deadline_exceeded` by itself.
+    /// When `Connect-Timeout-Ms` is over; zero and absent both mean never. The rpc layer ends the call then with
+    /// `deadline_exceeded` by itself.
     pub deadline: Option<Instant>,
     /// `Keepalive-Ping-Interval`. The rpc layer sends the keepalives by itself.
     pub keepalive: Duration,
@@ -44,7 +43,6 @@ impl Context {
         }
         Ok(Self {
             state,
-            timeout,
             deadline: timeout.and_then(|limit| Instant::now().checked_add(limit)),
             keepalive: keepalive(headers),
             user_name,

@@ -23,7 +23,6 @@ mod service;
 mod stream;
 mod unary;
 
-pub use codec::Message;
 pub use context::Context;
 pub use error::{Code, RpcError, RpcResult};
 pub use service::Service;
