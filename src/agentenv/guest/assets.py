@@ -233,7 +233,9 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
         content = json.loads((directory / MANIFEST).read_text())
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
+    if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
+        return None
+    return content
 
 
 def _remove_old(directory: Path, manifest: dict[str, Any]) -> None:

@@ -308,24 +308,26 @@ def pick_modules(
     )
     picked: dict[str, Module] = {}
 
-    def visit(name: str, needed_by: str | None) -> None:
+    def visit(name: str, needed_by: tuple[str, ...]) -> None:
         name = _canonical(name)
         if name in picked or name in builtin:
             return
+        if name in needed_by:
+            raise AssetError(f"the modules {', '.join(needed_by)} in {directory.name} depend on each other")
         if name not in files:
-            asked = f" (needed by {needed_by})" if needed_by else ""
+            asked = f" (needed by {needed_by[-1]})" if needed_by else ""
             raise AssetError(
                 f"the kernel in {directory.name} lacks the module {name}{asked}; choose another kernel.path"
             )
         content = read_module(files[name])
         for dependency in module_dependencies(content):
-            visit(dependency, name)
+            visit(dependency, (*needed_by, name))
         picked[name] = Module(name, content)
 
     for name in wanted:
         if name in optional and _canonical(name) not in files:
             continue
-        visit(name, None)
+        visit(name, ())
     return tuple(picked.values())
 
 

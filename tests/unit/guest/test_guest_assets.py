@@ -1,0 +1,177 @@
+"""Building and loading guest assets, with a chosen kernel so that no package is fetched."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import elf_samples
+import pytest
+
+from agentenv import durable
+from agentenv.config import KernelSettings, Settings
+from agentenv.errors import AssetError
+from agentenv.guest import assets as assets_module
+from agentenv.guest import kernel
+from agentenv.guest.assets import build_assets, load_assets
+
+
+class Home:
+    """A home, a chosen kernel with one module, and a guest program."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.kernel = directory / "chosen-kernel"
+        self.kernel.write_bytes(elf_samples.vmlinux())
+        self.modules = directory / "modules"
+        self.modules.mkdir()
+        for name in ("virtio_mmio", "virtio_blk", "virtio_net"):
+            (self.modules / f"{name}.ko").write_bytes(elf_samples.module("", name=name))
+        self.program = directory / "aenv-guest"
+        self.set_program("1.0.0")
+        self.settings = Settings(home=directory / "home", kernel=KernelSettings(path=self.kernel, modules=self.modules))
+        self.phases: list[str] = []
+
+    def set_program(self, version: str) -> None:
+        self.program.write_bytes(elf_samples.version_program(version))
+        self.program.chmod(0o755)
+
+    def progress(self, _phase: str, detail: str, _fraction: float | None) -> None:
+        self.phases.append(detail)
+
+    def build(self) -> assets_module.GuestAssets:
+        self.phases.clear()
+        return build_assets(self.settings, self.program, self.progress)
+
+    def names(self) -> set[str]:
+        return {path.name for path in self.settings.paths.assets.iterdir()}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+def test_what_was_built_is_loaded(home: Home) -> None:
+    built = home.build()
+    assert built == load_assets(home.settings)
+    assert built.kernel.read_bytes() == elf_samples.vmlinux()
+    assert built.kernel_version == "6.99.1-test"
+    assert built.guest_version == "1.0.0"
+    assert home.program.read_bytes() in built.initramfs.read_bytes()
+    assert b"/lib/modules/virtio_mmio.ko\n/lib/modules/virtio_blk.ko\n" in built.initramfs.read_bytes()
+
+
+def test_a_second_build_writes_nothing(home: Home) -> None:
+    first = home.build()
+    before = {path: path.stat().st_mtime_ns for path in home.settings.paths.assets.iterdir()}
+    assert home.build() == first
+    assert home.phases == ["kernel 6.99.1-test"]
+    assert {path: path.stat().st_mtime_ns for path in home.settings.paths.assets.iterdir()} == before
+
+
+def test_another_guest_program_makes_another_initramfs_only(home: Home) -> None:
+    first = home.build()
+    written = first.kernel.stat().st_mtime_ns
+    home.set_program("1.0.1")
+    second = home.build()
+    assert second.guest_version == "1.0.1"
+    assert second.initramfs != first.initramfs
+    assert first.initramfs.exists(), "a running server still boots from it"
+    assert (second.kernel, second.kernel.stat().st_mtime_ns) == (first.kernel, written)
+
+
+def test_old_initramfs_do_not_pile_up(home: Home) -> None:
+    for number in range(6):
+        home.set_program(f"1.0.{number}")
+        newest = home.build()
+    kept = [name for name in home.names() if name.startswith("initramfs-")]
+    assert len(kept) == 3
+    assert newest.initramfs.name in kept
+
+
+def test_another_kernel_is_noticed(home: Home) -> None:
+    home.build()
+    home.kernel.write_bytes(elf_samples.vmlinux("6.99.2-longer-name"))
+    with pytest.raises(AssetError, match=r"another choice of kernel.*make setup"):
+        load_assets(home.settings)
+    assert home.build().kernel_version == "6.99.2-longer-name"
+
+
+@pytest.mark.parametrize("asset", ["kernel", "initramfs"])
+def test_a_damaged_asset_is_named_and_mended(home: Home, asset: str) -> None:
+    path: Path = getattr(home.build(), asset)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    with pytest.raises(AssetError, match=f"{path.name} is missing or damaged: run `make setup`"):
+        load_assets(home.settings)
+    home.build()
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"kernel": 1}', '{"kernel": {}, "initramfs": {}}'])
+def test_a_damaged_manifest_is_no_crash(home: Home, text: str) -> None:
+    built = home.build()
+    (home.settings.paths.assets / assets_module.MANIFEST).write_text(text)
+    with pytest.raises(AssetError, match="make setup"):
+        load_assets(home.settings)
+    assert home.build() == built
+
+
+def test_an_interrupted_build_leaves_no_asset(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_image: bytes) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernel, "extract_vmlinux", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        home.build()
+    assert home.names() == {".lock"}
+
+
+def test_what_a_killed_build_left_is_removed(home: Home) -> None:
+    leftover = home.settings.paths.assets / ".build-killed" / "tree"
+    leftover.mkdir(parents=True)
+    (leftover.parent / "half.deb").write_bytes(b"half")
+    home.build()
+    assert not leftover.parent.exists()
+
+
+def test_builds_wait_for_each_other(home: Home) -> None:
+    directory = home.settings.paths.assets
+    directory.mkdir(parents=True)
+    waits = threading.Event()
+    built: list[assets_module.GuestAssets] = []
+
+    def progress(_phase: str, detail: str, _fraction: float | None) -> None:
+        if "waiting" in detail:
+            waits.set()
+
+    def build() -> None:
+        built.append(build_assets(home.settings, home.program, progress))
+
+    builder = threading.Thread(target=build)
+    with durable.exclusive_lock(directory / ".lock", lambda: None):
+        builder.start()
+        assert waits.wait(timeout=60)
+        assert home.names() == {".lock"}
+    builder.join(timeout=60)
+    assert built == [load_assets(home.settings)]
+
+
+def test_without_assets_the_message_names_the_command(home: Home) -> None:
+    with pytest.raises(AssetError, match=r"no guest assets in .*: run `make setup`"):
+        load_assets(home.settings)
+
+
+def test_unusable_programs_are_refused(home: Home) -> None:
+    home.program.unlink()
+    with pytest.raises(AssetError, match="cannot read the guest program"):
+        home.build()
+    home.program.write_bytes(b"text")
+    with pytest.raises(AssetError, match="not a 64-bit ELF"):
+        home.build()
+    home.set_program("a version with spaces")
+    with pytest.raises(AssetError, match="does not say its version"):
+        home.build()
+    with pytest.raises(AssetError, match="no guest assets"):
+        load_assets(home.settings)
