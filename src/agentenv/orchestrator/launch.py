@@ -183,12 +183,14 @@ class Releaser:
             holdings.machine = None
         failures = [
             failure
-            for step in (self._release_slot(holdings), self._remove_files(holdings))
-            if (failure := await _failure_of(step)) is not None
+            for step in (self._release_slot, self._remove_files)
+            if (failure := await _failure_of(step(holdings))) is not None
         ]
         if failures:
             raise failures[0]
-        await self._journal.forget(holdings.sandbox_id)
+        await _worded(
+            self._journal.forget(holdings.sandbox_id), f"sandbox {holdings.sandbox_id} could not be struck out"
+        )
 
     async def _release_slot(self, holdings: Holdings) -> None:
         if holdings.slot is not None:

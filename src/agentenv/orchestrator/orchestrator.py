@@ -414,10 +414,10 @@ class Orchestrator:
             live.watcher.cancel()
         try:
             await self._journal.begin_kill(sandbox_id, reason, self._clock.now())
-        except AgentEnvError as error:
+        except Exception as error:
             # A full disk must not keep a VM alive. Without this note the next start finds a dead VM, and comes to the
             # same end.
-            _log.warning("kill_not_noted", sandbox=sandbox_id, error=error.message)
+            _log.warning("kill_not_noted", sandbox=sandbox_id, error=str(error))
         try:
             await self._releaser.release(live.holdings)
         except AgentEnvError as error:

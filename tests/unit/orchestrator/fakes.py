@@ -1,0 +1,569 @@
+"""A host in memory for tests of the orchestrator: VMs, slots, disks, agents, and a clock that is moved by hand.
+
+`World` is the host and outlives servers; `Server` is one server process on it. Every call that a server makes passes
+`Script.at`, where a test can let it fail, be cancelled, or let the whole server die. The fakes keep the promises of
+`orchestrator.ports`: a failed or cancelled taking leaves nothing taken, giving back may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sqlite3
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from enum import Enum
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentenv.config import NetworkSettings, SandboxSettings, Settings
+from agentenv.errors import GuestAgentError, NetworkError, TemplateNotFoundError, VmmError
+from agentenv.guest.base import AgentInfo, AgentMetrics, GuestIdentity
+from agentenv.network.base import EgressPolicy, Slot
+from agentenv.orchestrator.database import Database
+from agentenv.orchestrator.journal import Journal
+from agentenv.orchestrator.model import CreateRequest
+from agentenv.orchestrator.orchestrator import Orchestrator
+from agentenv.vmm.base import Disk, DiskFormat, MachineConfig, MachineExit, MachineRecord, MachineStats
+
+T = TypeVar("T")
+AGENT_VERSION = "0.6.7"
+START = datetime(2030, 1, 1, 12, 0, tzinfo=UTC)
+
+
+class FakeClock:
+    """Time stands still until `advance`."""
+
+    def __init__(self) -> None:
+        self.elapsed = 0.0
+        self.wall_offset = timedelta()
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+
+    def now(self) -> datetime:
+        return START + timedelta(seconds=self.elapsed) + self.wall_offset
+
+    def monotonic(self) -> float:
+        return self.elapsed
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        sleeper = (self.elapsed + seconds, next(self._numbers), future)
+        self._sleepers.append(sleeper)
+        try:
+            await future
+        finally:
+            self._sleepers.remove(sleeper)
+
+    async def advance(self, seconds: float) -> None:
+        """Let time pass, and every sleeper wake in its turn."""
+        target = self.elapsed + seconds
+        await turns()
+        while due := [sleeper for sleeper in self._sleepers if sleeper[0] <= target and not sleeper[2].done()]:
+            moment, _, future = min(due, key=lambda sleeper: sleeper[:2])
+            self.elapsed = max(self.elapsed, moment)
+            future.set_result(None)
+            await turns()
+        self.elapsed = target
+        await turns()
+
+
+async def turns(count: int = 20) -> None:
+    """Let everything that is ready to run do so. Nothing that a thread does is waited for."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Fate(Enum):
+    """What happens at the chosen step."""
+
+    FAIL = "fail"
+    CANCEL = "cancel"
+    CRASH = "crash"
+
+
+class Script:
+    """Counts the steps of one server and lets fate strike at one of them."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.armed: tuple[Fate, int] | None = None
+        self.struck: str | None = None
+        self.error: Callable[[str], Exception] = lambda step: VmmError(f"injected at {step}")
+        self.victim: asyncio.Task[Any] | None = None
+        self.dead = False
+        self.died = asyncio.Event()
+        self.blocked: dict[str, asyncio.Event] = {}
+        """Steps that wait until their event is set."""
+        self.failing: dict[str, Exception] = {}
+        """Steps that fail whenever they come."""
+
+    def arm(self, fate: Fate, step_number: int, victim: asyncio.Task[Any] | None = None) -> None:
+        """Strike at the n-th step from now, beginning with 0."""
+        self.seen.clear()
+        self.struck = None
+        self.armed = (fate, step_number)
+        self.victim = victim
+
+    async def at(self, step: str) -> None:
+        if self.dead:
+            raise VmmError("this server is dead")
+        self.seen.append(step)
+        if step in self.blocked:
+            await self.blocked[step].wait()
+        if step in self.failing:
+            raise self.failing[step]
+        if self.armed is None or len(self.seen) - 1 != self.armed[1]:
+            return
+        fate, self.armed, self.struck = self.armed[0], None, step
+        if fate is Fate.FAIL:
+            raise self.error(step)
+        if fate is Fate.CANCEL:
+            assert self.victim is not None
+            self.victim.cancel()
+            await turns()
+            return
+        self.dead = True
+        self.died.set()
+        await asyncio.Event().wait()
+
+
+class FakeVm:
+    """A VM of the host: a process, its memory file, its console."""
+
+    def __init__(self, record: MachineRecord, directory: Path) -> None:
+        self.record = record
+        self.directory = directory
+        self.console = directory / "console.log"
+        self.ended = asyncio.Event()
+        self.reason = ""
+
+    def end(self, reason: str) -> None:
+        if not self.ended.is_set():
+            self.reason = reason
+            self.ended.set()
+
+
+@dataclass
+class FakeTemplate:
+    template_id: str = "base"
+    names: tuple[str, ...] = ("base",)
+    rootfs: Path = Path("/templates/base/rootfs.ext4")
+    vcpus: int = 2
+    memory_mib: int = 512
+    disk_mib: int = 1024
+    default_user: str = "user"
+    default_workdir: str | None = "/home/user"
+    env: dict[str, str] = field(default_factory=lambda: {"FROM_TEMPLATE": "1", "BOTH": "template"})
+
+
+class World:
+    """What is on the host, whichever server put it there."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.clock = FakeClock()
+        self.vms: dict[str, FakeVm] = {}
+        """Live VMs by sandbox id."""
+        self.lent: dict[int, EgressPolicy | None] = {}
+        self.disks: set[str] = set()
+        self.memory: set[str] = set()
+        self.identities: dict[str, GuestIdentity] = {}
+        self.templates = {"base": FakeTemplate()}
+        self.boot = "boot-1"
+        self.free_memory = 1 << 40
+        self.free_disk = 1 << 40
+        self.pids = itertools.count(1000)
+        self.agent_ready = asyncio.Event()
+        self.agent_ready.set()
+        self.vm_dies_at_boot: str | None = None
+        self.lost_slots: set[int] = set()
+
+    def reboot(self) -> None:
+        self.boot += "+"
+        for vm in list(self.vms.values()):
+            vm.end("host rebooted")
+        self.vms.clear()
+        self.memory.clear()
+        self.lent.clear()
+
+
+class FakeSlots:
+    def __init__(self, world: World, script: Script) -> None:
+        self._world, self._script = world, script
+        self._mine: set[int] = set()
+
+    async def start(self, keep: Collection[int]) -> None:
+        await self._script.at("slots.start")
+        for index in set(self._world.lent) - set(keep):
+            del self._world.lent[index]
+
+    async def acquire(self) -> Slot:
+        await self._script.at("slots.acquire")
+        index = next(index for index in itertools.count() if index not in self._world.lent)
+        self._world.lent[index] = None
+        self._mine.add(index)
+        try:
+            await self._script.at("slots.acquire done")
+        except BaseException:
+            if not self._script.dead:
+                del self._world.lent[index]
+            raise
+        return _slot(index)
+
+    async def adopt(self, index: int) -> Slot:
+        await self._script.at("slots.adopt")
+        if index in self._world.lost_slots or index not in self._world.lent:
+            raise NetworkError(f"slot {index} is gone")
+        self._mine.add(index)
+        return _slot(index)
+
+    async def apply_policy(self, slot: Slot, policy: EgressPolicy) -> None:
+        await self._script.at("slots.apply_policy")
+        self._world.lent[slot.index] = policy
+
+    async def wait_ready(self, slot: Slot) -> None:
+        await self._script.at("slots.wait_ready")
+        await self._world.agent_ready.wait()
+
+    async def release(self, slot: Slot) -> None:
+        await self._script.at("slots.release")
+        for vm in self._world.vms.values():
+            assert vm.record.version != str(slot.index), "a slot was taken from under a live VM"
+        self._world.lent.pop(slot.index, None)
+        await self._script.at("slots.release done")
+
+    async def close(self) -> None:
+        await self._script.at("slots.close")
+
+
+def _slot(index: int) -> Slot:
+    return Slot(
+        index=index,
+        namespace=f"fake-{index}",
+        address=IPv4Address("10.200.0.0") + 4 * index + 2,
+        host_address=IPv4Address("10.200.0.0") + 4 * index + 1,
+        veth=f"fake{index}",
+    )
+
+
+class FakeDisks:
+    def __init__(self, world: World, script: Script) -> None:
+        self._world, self._script = world, script
+
+    async def create(self, template_disk: Path, directory: Path) -> Disk:
+        await self._script.at("disks.create")
+        assert directory.is_dir()
+        (directory / "disk.raw").write_text(str(template_disk))
+        self._world.disks.add(directory.name)
+        try:
+            await self._script.at("disks.create done")
+        except BaseException:
+            if not self._script.dead:
+                (directory / "disk.raw").unlink()
+                self._world.disks.discard(directory.name)
+            raise
+        return Disk(Path("disk.raw"))
+
+    async def remove(self, directory: Path) -> None:
+        await self._script.at("disks.remove")
+        assert directory.name not in self._world.vms, "a disk was taken from under a live VM"
+        self._world.disks.discard(directory.name)
+        await self._script.at("disks.remove done")
+
+
+class FakeMachine:
+    def __init__(self, world: World, script: Script, vm: FakeVm) -> None:
+        self._world, self._script, self._vm = world, script, vm
+
+    @property
+    def record(self) -> MachineRecord:
+        return self._vm.record
+
+    async def pause(self) -> None:
+        raise AssertionError("nobody pauses yet")
+
+    async def resume(self) -> None:
+        raise AssertionError("nobody resumes yet")
+
+    async def save_state(self, destination: Path) -> None:
+        raise AssertionError("nobody saves yet")
+
+    async def shutdown(self, timeout_s: float) -> None:
+        await self.kill()
+
+    async def kill(self) -> None:
+        await self._script.at("machine.kill")
+        _remove_vm(self._world, self._vm, "killed")
+        await self._script.at("machine.kill done")
+
+    async def stats(self) -> MachineStats:
+        return MachineStats(0.0, 0, 0)
+
+    async def wait(self) -> MachineExit:
+        await self._vm.ended.wait()
+        return MachineExit(1, self._vm.reason)
+
+    def console_log(self) -> Path:
+        return self._vm.console
+
+
+def _remove_vm(world: World, vm: FakeVm, reason: str) -> None:
+    vm.end(reason)
+    if world.vms.get(vm.directory.name) is vm:
+        del world.vms[vm.directory.name]
+    world.memory.discard(vm.directory.name)
+
+
+class FakeVmm:
+    name = "fake"
+    version = "1"
+    acceleration = "tcg"
+    disk_formats = frozenset({DiskFormat.RAW})
+
+    def __init__(self, world: World, script: Script) -> None:
+        self._world, self._script = world, script
+        self.configs: list[MachineConfig] = []
+
+    async def boot(self, config: MachineConfig) -> FakeMachine:
+        await self._script.at("vmm.boot")
+        assert config.directory.name in self._world.disks
+        index = int(config.interface.namespace.name.removeprefix("fake-"))
+        assert self._world.lent[index] is not None, "booted before its network rules were in force"
+        self.configs.append(config)
+        record = MachineRecord(
+            vmm="fake",
+            version=str(index),
+            pid=next(self._world.pids),
+            start_time=1,
+            directory=str(config.directory),
+            memory_file=f"/memory/{config.machine_id}",
+        )
+        vm = FakeVm(record, config.directory)
+        self._world.memory.add(config.machine_id)
+        self._world.vms[config.machine_id] = vm
+        if self._world.vm_dies_at_boot is not None:
+            self.die(config.machine_id, self._world.vm_dies_at_boot)
+        try:
+            await self._script.at("vmm.boot done")
+        except BaseException:
+            if not self._script.dead:
+                _remove_vm(self._world, vm, "boot failed")
+            raise
+        return FakeMachine(self._world, self._script, vm)
+
+    def die(self, sandbox_id: str, reason: str) -> None:
+        """The process ends by itself; its memory file stays until somebody removes it."""
+        self._world.vms.pop(sandbox_id).end(reason)
+
+    async def load(self, config: MachineConfig, state: Path, memory: Path) -> FakeMachine:
+        raise AssertionError("nobody loads yet")
+
+    async def adopt(self, record: MachineRecord) -> FakeMachine | None:
+        await self._script.at("vmm.adopt")
+        for vm in self._world.vms.values():
+            if vm.record == record:
+                return FakeMachine(self._world, self._script, vm)
+        return None
+
+
+class FakeAgent:
+    def __init__(self, world: World, script: Script, host: str, token: str) -> None:
+        self._world, self._script = world, script
+        self.host, self.token = host, token
+
+    async def health(self) -> None:
+        await self._script.at("agent.health")
+        if not self._world.agent_ready.is_set():
+            raise GuestAgentError("silent")
+
+    async def init(self, identity: GuestIdentity) -> AgentInfo:
+        await self._script.at("agent.init")
+        assert identity.access_token == self.token
+        self._world.identities[identity.sandbox_id] = identity
+        return AgentInfo(AGENT_VERSION)
+
+    async def metrics(self) -> AgentMetrics:
+        await self._script.at(f"agent.metrics {self.host}")
+        return AgentMetrics(self._world.clock.now(), 2, 12.5, 100, 512, 50, 10, 1024)
+
+
+class FakeTemplates:
+    def __init__(self, world: World, script: Script) -> None:
+        self._world, self._script = world, script
+
+    async def resolve(self, reference: str) -> FakeTemplate:
+        await self._script.at("templates.resolve")
+        try:
+            return self._world.templates[reference]
+        except KeyError:
+            raise TemplateNotFoundError(reference) from None
+
+
+class FakeOrphans:
+    def __init__(self, world: World, script: Script) -> None:
+        self._world, self._script = world, script
+
+    async def reap(self, live: Collection[MachineRecord]) -> Sequence[str]:
+        await self._script.at("orphans.reap")
+        strays = [vm for vm in self._world.vms.values() if vm.record not in live]
+        for vm in strays:
+            _remove_vm(self._world, vm, "reaped")
+        self._world.memory &= {Path(record.directory).name for record in live}
+        return [vm.directory.name for vm in strays]
+
+
+class FakeHost:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def available_memory_bytes(self) -> int:
+        return self._world.free_memory
+
+    def free_disk_bytes(self) -> int:
+        return self._world.free_disk
+
+    def boot_id(self) -> str:
+        return self._world.boot
+
+
+class FakeAssets:
+    kernel = Path("/assets/vmlinux")
+    initramfs = Path("/assets/initramfs.img")
+
+
+class ScriptedDatabase(Database):
+    """The real database; its operations are steps too."""
+
+    def __init__(self, path: Path, script: Script) -> None:
+        super().__init__(path)
+        self._script = script
+
+    async def run(self, work: Callable[[sqlite3.Connection], T], *, durable: bool = False) -> T:
+        name = work.__qualname__.split(".")[1]
+        await self._script.at(f"journal.{name}")
+        result = await super().run(work, durable=durable)
+        if self._script.armed is not None and self._script.armed[0] is not Fate.FAIL:  # a commit that reports failure
+            await self._script.at(f"journal.{name} done")  # would not be one
+        return result
+
+
+class ScriptedJournal(Journal):
+    def __init__(self, path: Path, script: Script) -> None:
+        super().__init__(path)
+        self._database = ScriptedDatabase(path, script)
+
+
+class Server:
+    """One server process on a world."""
+
+    def __init__(self, world: World, **sandbox: Any) -> None:
+        self.world = world
+        self.script = Script()
+        self.settings = Settings(
+            home=world.home,
+            sandbox=SandboxSettings(**sandbox),
+            network=NetworkSettings(),
+        )
+        self.vmm = FakeVmm(world, self.script)
+        self.orchestrator = Orchestrator(
+            self.settings,
+            vmm=self.vmm,
+            slots=FakeSlots(world, self.script),
+            disks=FakeDisks(world, self.script),
+            templates=FakeTemplates(world, self.script),
+            assets=FakeAssets(),
+            agents=lambda host, token: FakeAgent(world, self.script, host, token),
+            orphans=FakeOrphans(world, self.script),
+            host=FakeHost(world),
+            clock=world.clock,
+            journal=ScriptedJournal(world.home / "state.db", self.script),
+        )
+        self._before = asyncio.all_tasks()
+
+    async def start(self) -> Server:
+        """Start, and wait until the work that it does by itself is at rest."""
+        await self.orchestrator.start()
+        while "journal.purge_keys" not in self.script.seen:
+            await asyncio.sleep(0)
+        await self.orchestrator._journal.load()
+        return self
+
+    async def __aenter__(self) -> Server:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self.script.dead:
+            self.script.armed = None
+            self.script.failing.clear()
+            await self.orchestrator.close()
+
+    async def vanish(self) -> None:
+        """The process is gone: whatever it still wanted to do does not happen."""
+        self.script.dead = True
+        tasks = asyncio.all_tasks() - self._before - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.orchestrator._journal.close()
+
+    async def settle(self) -> None:
+        """Wait for operations under way, then let the retries of failed releases come true."""
+        await self.orchestrator.settled()
+        if self.orchestrator._cleaner.sandbox_ids:
+            await self.world.clock.advance(2)
+            await eventually(lambda: not self.orchestrator._cleaner.sandbox_ids)
+
+    def check(self, expected: Collection[str] | None = None) -> None:
+        """State is true: what the server shows, the host has, and nothing more; the journal says the same."""
+        shown = {sandbox.id for sandbox in self.orchestrator.list()}
+        if expected is not None:
+            assert shown == set(expected)
+        world = self.world
+        assert set(world.vms) == shown
+        assert world.memory == shown
+        assert world.disks == shown
+        assert {int(vm.record.version) for vm in world.vms.values()} == set(world.lent)
+        assert {path.name for path in (world.home / "sandboxes").glob("*")} == shown
+        assert {route.sandbox_id for route in self.orchestrator.routes} == shown
+        assert {live.sandbox.id for live in self.orchestrator._live} == shown
+        rows = read_journal(world.home / "state.db")
+        assert {(row["id"], row["state"]) for row in rows["sandboxes"]} == {(name, "running") for name in shown}
+        assert {row["sandbox_id"] for row in rows["resources"]} == shown
+        assert rows["intents"] == []
+        assert [row for row in rows["idempotency"] if row["outcome"] == "in_progress"] == []
+
+
+def read_journal(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """All rows, past the code under test."""
+    with sqlite3.connect(path) as connection:
+        connection.row_factory = sqlite3.Row
+        tables = ("sandboxes", "resources", "intents", "idempotency")
+        rows = {table: [dict(row) for row in connection.execute(f"SELECT * FROM {table}")] for table in tables}
+    connection.close()
+    return rows
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Let the loop and its threads work until something is true. The test's own timeout ends a hopeless wait."""
+    while not condition():
+        await asyncio.to_thread(lambda: None)
+        await turns(2)
+
+
+def wish(**changes: Any) -> CreateRequest:
+    """A create request."""
+    return CreateRequest(**{"template": "base", "timeout_s": 300} | changes)
+
+
+async def outcome_of(work: Awaitable[T]) -> T | BaseException:
+    """The result or the error, cancellation included."""
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError) as error:
+        return error
