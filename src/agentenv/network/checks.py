@@ -15,7 +15,7 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pyroute2 import IPRoute, NetlinkError
+from pyroute2 import NetlinkError
 
 from agentenv.config import NetworkSettings
 from agentenv.errors import AgentEnvError
@@ -90,7 +90,7 @@ def _try_tap() -> str:
 
 
 def _try_veth() -> str:
-    with IPRoute() as inner:
+    with namespaces.netlink() as inner:
         inner.link("add", ifname=UPLINK_NAME, kind="veth", peer={"ifname": f"{HOST_LINK_PREFIX}0"})
     return "can be made"
 
@@ -183,7 +183,7 @@ def _check_addresses(slot_cidr: IPv4Network) -> HostCheck:
 
     def routes() -> list[tuple[IPv4Network, str]]:
         found = []
-        with IPRoute() as host:
+        with namespaces.netlink() as host:
             links = {link["index"]: link.get_attr("IFLA_IFNAME") for link in host.get_links()}
             for route in host.get_routes(family=2):
                 target = route.get_attr("RTA_DST")

@@ -6,6 +6,7 @@ A namespace is entered only by a thread that ends with the call, so no other cod
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import errno
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from pyroute2 import NetlinkError
+from pyroute2 import IPRoute, NetlinkError
 
 from agentenv.errors import ConfigurationError, NetworkError
 
@@ -140,6 +141,22 @@ def remove(name: str) -> None:
     if code not in (errno.EINVAL, errno.ENOENT):
         raise OSError(code, f"umount {path}: {os.strerror(code)}")
     path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def netlink() -> Iterator[IPRoute]:
+    """A netlink connection to the namespace that the calling thread is in, for use in that thread.
+
+    Raises:
+        OSError: no socket can be made.
+    """
+    # pyroute2 runs on an event loop of its own; by the process-wide policy it could be uvloop, which knows no netlink.
+    loop = asyncio.SelectorEventLoop()
+    try:
+        with IPRoute(use_event_loop=loop) as connection:
+            yield connection
+    finally:
+        loop.close()
 
 
 def create_tap(name: str) -> None:

@@ -107,7 +107,7 @@ def _create(slot: Slot, settings: NetworkSettings, policy: EgressPolicy) -> Slot
     except OSError as error:
         raise NetworkError(f"cannot open the host's network namespace: {error.strerror}") from error
     try:
-        with IPRoute() as host:
+        with namespaces.netlink() as host:
             try:
                 namespaces.create_and_enter(slot.namespace)
             except FileExistsError as error:
@@ -130,7 +130,7 @@ def _fill(
     # The rules come before the links, so there is no moment at which a packet could pass without them.
     namespaces.load_nft(render_slot(slot.address, slot.host_address, policy, settings.allow_private))
     namespaces.create_tap(TAP_NAME)
-    with IPRoute() as inner:
+    with namespaces.netlink() as inner:
         try:
             inner.link(
                 "add",
@@ -224,7 +224,7 @@ def destroy(index: int) -> None:
         NetworkError: the kernel refused something.
     """
     with kernel_errors(f"cannot remove network slot {index}"):
-        with IPRoute() as host:
+        with namespaces.netlink() as host:
             # First, and by name: a process that is still in the namespace is cut off at once.
             _delete_link(host, _link_name(index))
         namespaces.remove(_namespace_name(index))

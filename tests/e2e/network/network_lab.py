@@ -63,6 +63,8 @@ def private_host() -> Iterator[None]:
         _check(_libc.mount(b"", b"/", None, _MS_REC_PRIVATE, None))
         _check(_libc.mount(b"tmpfs", b"/run", b"tmpfs", 0, None))
         _change_host(lambda route: route.link("set", index=1, state="up"))
+        # A new namespace inherits what the real host has; these tests begin with forwarding off.
+        namespaces.write_sysctl("ipv4/ip_forward", "0")
         yield
     finally:
         # Threads made meanwhile share this thread's root directory, and one that is shared cannot change namespace.
@@ -76,7 +78,7 @@ def private_host() -> Iterator[None]:
 def _change_host(change: Callable[[IPRoute], object]) -> None:
     # In a thread: pyroute2's blocking interface does not work where an event loop runs.
     def apply() -> None:
-        with IPRoute() as route:
+        with namespaces.netlink() as route:
             change(route)
 
     namespaces.in_throwaway_thread(apply)
@@ -142,7 +144,7 @@ class Namespace:
         """Add an IPv4 route inside."""
 
         def add() -> None:
-            with IPRoute() as inner:
+            with namespaces.netlink() as inner:
                 inner.route("add", dst=network, gateway=gateway)
 
         namespaces.run_in(self.path, add)
@@ -156,9 +158,9 @@ class World(Namespace):
 
         def build() -> None:
             outside = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-            with IPRoute() as host:
+            with namespaces.netlink() as host:
                 namespaces.create_and_enter(self.name)
-                with IPRoute() as inner:
+                with namespaces.netlink() as inner:
                     inner.link(
                         "add", ifname="up", kind="veth", peer={"ifname": "world0", "net_ns_fd": outside}, mtu=1500
                     )
@@ -238,7 +240,7 @@ class FakeGuest(Namespace):
         def build() -> int:
             namespaces.create_and_enter(self.name)
             descriptor = namespaces.open_tap("eth0", vnet_header=False)
-            with IPRoute() as inner:
+            with namespaces.netlink() as inner:
                 eth0 = socket.if_nametoindex("eth0")
                 inner.link("set", index=1, state="up")
                 inner.link("set", index=eth0, address=GUEST_MAC, mtu=1400, state="up")
@@ -284,7 +286,7 @@ class FakeGuest(Namespace):
         """A datagram socket whose packets carry a foreign source address."""
 
         def add() -> None:
-            with IPRoute() as inner:
+            with namespaces.netlink() as inner:
                 inner.addr("add", index=socket.if_nametoindex("eth0"), address=address, prefixlen=32)
 
         namespaces.run_in(self.path, add)
@@ -294,7 +296,7 @@ class FakeGuest(Namespace):
         """Give the guest an IPv6 address and a default route by the gateway's MAC, as a guest that wants out would."""
 
         def add() -> None:
-            with IPRoute() as inner:
+            with namespaces.netlink() as inner:
                 eth0 = socket.if_nametoindex("eth0")
                 inner.addr("add", index=eth0, address="2001:db8::1", prefixlen=64, family=socket.AF_INET6, flags=0x02)
                 inner.neigh("add", dst="2001:db8::9", lladdr=TAP_MAC, ifindex=eth0, state=0x80, family=socket.AF_INET6)
