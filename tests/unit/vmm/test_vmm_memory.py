@@ -23,11 +23,13 @@ from agentenv.vmm.memory import (
 
 def test_every_home_has_a_directory_of_its_own(tmp_path: Path) -> None:
     vmm = VmmSettings(memory_dir=tmp_path / "memory")
-    first = choose_memory_dir(Settings(home=tmp_path / "one", vmm=vmm))
-    second = choose_memory_dir(Settings(home=tmp_path / "two", vmm=vmm))
-    assert first.parent == second.parent == tmp_path / "memory"
-    assert first != second
-    assert first == choose_memory_dir(Settings(home=tmp_path / "one", vmm=vmm))
+
+    def chosen(home: str) -> Path:
+        return choose_memory_dir(Settings().model_copy(update={"home": tmp_path / home, "vmm": vmm}))
+
+    assert chosen("one").parent == chosen("two").parent == tmp_path / "memory"
+    assert chosen("one") != chosen("two")
+    assert chosen("one") == chosen("one")
 
 
 def test_a_directory_that_others_could_open_is_refused(tmp_path: Path) -> None:
