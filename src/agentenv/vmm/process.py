@@ -28,6 +28,8 @@ _PARENT_FIELD = 4
 _UTIME_FIELD = 14
 _STIME_FIELD = 15
 _FIRST_FIELD_AFTER_NAME = 3
+_ENDED_STATES = ("Z", "X")
+"""Ended, but not reaped by its parent yet."""
 
 T = TypeVar("T")
 
@@ -164,11 +166,12 @@ class ProcessHandle:
             raise VmmError(f"cannot open process {pid}: {error.strerror}") from error
         # Checked after the pidfd was opened: from here on the pid cannot mean another process without our noticing.
         fields = _stat_fields(pid)
-        if fields is None or int(fields[_START_TIME_FIELD - _FIRST_FIELD_AFTER_NAME]) != start_time:
-            os.close(pidfd)
-            return None
-        parent = int(fields[_PARENT_FIELD - _FIRST_FIELD_AFTER_NAME])
-        return cls(pid, start_time, pidfd, is_child=parent == os.getpid())
+        if fields is not None and int(fields[_START_TIME_FIELD - _FIRST_FIELD_AFTER_NAME]) == start_time:
+            is_child = int(fields[_PARENT_FIELD - _FIRST_FIELD_AFTER_NAME]) == os.getpid()
+            if is_child or fields[0] not in _ENDED_STATES:
+                return cls(pid, start_time, pidfd, is_child=is_child)
+        os.close(pidfd)
+        return None
 
     @property
     def alive(self) -> bool:
@@ -182,7 +185,7 @@ class ProcessHandle:
         except ProcessLookupError:
             return False
         fields = _stat_fields(self.pid)
-        return fields is not None and fields[0] not in ("Z", "X")
+        return fields is not None and fields[0] not in _ENDED_STATES
 
     async def wait(self) -> int | None:
         """Return when the process has ended: its exit code, minus the signal number, or None if it was not our child.
