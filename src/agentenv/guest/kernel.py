@@ -36,10 +36,19 @@ MINIMUM_KERNEL = (6, 1)
 KERNEL_ARGUMENTS: tuple[str, ...] = ()
 """Kernel command line words for every guest, whatever the VMM and the acceleration."""
 
-BOOT_MODULES: tuple[str, ...] = ("virtio_mmio", "virtio_blk", "virtio_net", "virtio-rng", "vmw_vsock_virtio_transport")
-"""What must be loaded before the root disk and the network are there. Dependencies are found in the modules."""
+BOOT_MODULES: tuple[str, ...] = (
+    "virtio_mmio",
+    "virtio_blk",
+    "virtio_net",
+    "virtio-rng",
+    "vmw_vsock_virtio_transport",
+    "button",
+    "evdev",
+)
+"""What must be loaded before the root disk, the network and the power button are there. What they depend on is found in
+the modules themselves."""
 
-OPTIONAL_MODULES = frozenset({"virtio-rng", "vmw_vsock_virtio_transport"})
+OPTIONAL_MODULES = frozenset({"virtio-rng", "vmw_vsock_virtio_transport", "button", "evdev"})
 """Boot modules that a kernel may lack."""
 
 _ELF_MAGIC = b"\x7fELF"

@@ -3,6 +3,7 @@
 //! Runs single-threaded on plain system calls and needs no file of the image. It must not know the envd protocol, must
 //! never exit (the kernel would panic), and must never wait for anything but an event.
 
+mod button;
 mod cmdline;
 mod device;
 mod files;
@@ -19,7 +20,7 @@ use std::{
     path::Path,
 };
 
-use anyhow::{anyhow, Context, Result};
+use anyhow::{Context, Result};
 
 use cmdline::BootConfig;
 use supervise::{Signals, Supervisor};
@@ -42,7 +43,7 @@ pub fn main() -> ! {
 }
 
 fn boot() -> Result<Infallible> {
-    let signals = Signals::block().context("blocking signals")?;
+    let mut signals = Signals::block().context("blocking signals")?;
     mounts::mount_early()?;
     log::open_console();
     let binary = supervise::open_own_binary().context("opening the guest binary")?;
@@ -61,15 +62,17 @@ fn boot() -> Result<Infallible> {
     mounts::mount_late();
     prepare(&config, &mut events);
     drop(events);
+    signals.watch_button(button::PowerButton::find(
+        Path::new("/sys/class/input"),
+        Path::new("/dev/input"),
+    ));
 
     let mut supervisor = Supervisor::new(binary, signals, &config);
     log::info("init done, starting the agent");
     loop {
         // A fault in the supervisor's own code must not end PID 1; its state lives outside of the closure.
-        if panic::catch_unwind(AssertUnwindSafe(|| -> Infallible { supervisor.run() })).is_err()
-            && !supervisor.is_usable()
-        {
-            return Err(anyhow!("the supervisor cannot go on"));
+        if panic::catch_unwind(AssertUnwindSafe(|| -> Infallible { supervisor.run() })).is_err() {
+            supervisor.pause_after_fault();
         }
     }
 }

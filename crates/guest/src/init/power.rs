@@ -25,7 +25,7 @@ pub enum Ending {
 }
 
 /// Ends the machine after letting processes end and writing everything to the disk.
-pub fn shut_down(ending: Ending, call: PowerOffCall, signals: &supervise::Signals) -> ! {
+pub fn shut_down(ending: Ending, call: PowerOffCall, signals: &mut supervise::Signals) -> ! {
     log::info("shutting down");
     let everyone = Pid::from_raw(-1);
     for (signal, patience) in [(Signal::SIGTERM, GRACE), (Signal::SIGKILL, KILLED)] {
@@ -57,7 +57,7 @@ pub fn end(ending: Ending, call: PowerOffCall) -> ! {
 }
 
 /// Waits until no child is left; orphans become children of PID 1, so that means every process of the guest.
-fn all_ended(signals: &supervise::Signals, deadline: Instant) -> bool {
+fn all_ended(signals: &mut supervise::Signals, deadline: Instant) -> bool {
     loop {
         match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
             Err(Errno::ECHILD) => return true,

@@ -27,6 +27,7 @@ use nix::{
 };
 
 use super::{
+    button::PowerButton,
     cmdline::{BootConfig, PowerOffCall},
     log,
     power::{self, Ending},
@@ -49,8 +50,11 @@ pub fn open_own_binary() -> Result<OwnedFd> {
     )?)
 }
 
-/// Every signal of this process, as a descriptor that can be polled.
-pub struct Signals(SignalFd);
+/// Every signal of this process as something to wait for, and the power button, which counts as SIGPWR.
+pub struct Signals {
+    queue: SignalFd,
+    button: Option<PowerButton>,
+}
 
 impl Signals {
     /// Blocks all signals, and has the kernel send SIGINT for Ctrl-Alt-Del instead of resetting the machine.
@@ -59,15 +63,28 @@ impl Signals {
         sigprocmask(SigmaskHow::SIG_SETMASK, Some(&all), None)?;
         set_cad_enabled(false)?;
         let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
-        Ok(Self(SignalFd::with_flags(&all, flags)?))
+        Ok(Self {
+            queue: SignalFd::with_flags(&all, flags)?,
+            button: None,
+        })
+    }
+
+    /// Also waits for the power button, where the machine has one.
+    pub fn watch_button(&mut self, button: Option<PowerButton>) {
+        self.button = button;
     }
 
     /// Waits for one signal. None when the timeout passed first.
-    pub fn wait(&self, timeout: Option<Duration>) -> Result<Option<i32>> {
+    pub fn wait(&mut self, timeout: Option<Duration>) -> Result<Option<i32>> {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         loop {
-            if let Some(info) = self.0.read_signal()? {
+            if let Some(info) = self.queue.read_signal()? {
                 return Ok(i32::try_from(info.ssi_signo).ok());
+            }
+            match self.button.as_mut().map(PowerButton::was_pressed) {
+                Some(Ok(true)) => return Ok(Some(libc::SIGPWR)),
+                Some(Err(_)) => self.button = None,
+                Some(Ok(false)) | None => {}
             }
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if left == Some(Duration::ZERO) {
@@ -77,10 +94,16 @@ impl Signals {
             let timeout = left.map_or(PollTimeout::NONE, |left| {
                 PollTimeout::try_from(left + Duration::from_micros(999)).unwrap_or(PollTimeout::MAX)
             });
-            match poll(
-                &mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)],
-                timeout,
-            ) {
+            let sources = [
+                Some(self.queue.as_fd()),
+                self.button.as_ref().map(AsFd::as_fd),
+            ];
+            let mut sources: Vec<PollFd> = sources
+                .into_iter()
+                .flatten()
+                .map(|source| PollFd::new(source, PollFlags::POLLIN))
+                .collect();
+            match poll(&mut sources, timeout) {
                 Ok(_) | Err(Errno::EINTR) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -131,7 +154,8 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    const MOST_FAULTS: u32 = 1000;
+    const FAULT_STEP: Duration = Duration::from_millis(10);
+    const MOST_PAUSE: Duration = Duration::from_secs(1);
 
     pub fn new(binary: OwnedFd, signals: Signals, config: &BootConfig) -> Self {
         Self {
@@ -145,10 +169,15 @@ impl Supervisor {
         }
     }
 
-    /// Whether it makes sense to call `run` again after a panic: not when it panics without end.
-    pub fn is_usable(&mut self) -> bool {
-        self.faults += 1;
-        self.faults < Self::MOST_FAULTS
+    /// Called after a panic inside of `run`: the more there were, the longer the pause, so that a fault that comes back
+    /// does not keep a CPU busy.
+    pub fn pause_after_fault(&mut self) {
+        self.faults = self.faults.saturating_add(1);
+        let pause = (Self::FAULT_STEP * self.faults.min(100)).min(Self::MOST_PAUSE);
+        let _ = poll(
+            &mut [],
+            PollTimeout::try_from(pause).unwrap_or(PollTimeout::ZERO),
+        );
     }
 
     /// Starts, restarts and reaps until a signal ends the machine.
@@ -169,7 +198,7 @@ impl Supervisor {
             match self.signals.wait(timeout) {
                 Ok(Some(signal)) => {
                     if let Some(ending) = ending_of(signal) {
-                        power::shut_down(ending, self.power_off, &self.signals);
+                        power::shut_down(ending, self.power_off, &mut self.signals);
                     }
                 }
                 Ok(None) => {}
