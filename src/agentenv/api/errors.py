@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from agentenv.errors import AgentEnvError
 
@@ -63,13 +64,15 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
+        headers = error.headers
         if error.status_code == HTTPStatus.NOT_FOUND:
             message = f"no such endpoint: {request.method} {request.scope['path']}"
         elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             message = f"method {request.method} is not allowed for {request.scope['path']}"
+            headers = {"Allow": ", ".join(_allowed_methods(request))}
         else:
             message = str(error.detail)
-        return error_response(error.status_code, message, headers=error.headers)
+        return error_response(error.status_code, message, headers=headers)
 
     @app.exception_handler(Exception)
     async def on_unforeseen(_request: Request, _error: Exception) -> Response:
@@ -87,6 +90,13 @@ def describe_validation(errors: Sequence[Mapping[str, Any]]) -> str:
     first = errors[0]
     where = ".".join(str(part) for part in first.get("loc", ()))
     return f"invalid request: {where}: {first.get('msg', 'invalid value')}"
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    # Starlette names those of the first route that matches the path only.
+    path = request.scope["path"]
+    routes = [route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+    return sorted({method for route in routes for method in route.methods or ()})
 
 
 def _printable(message: str) -> str:

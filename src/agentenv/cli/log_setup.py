@@ -35,7 +35,10 @@ def set_up_logging(level: Literal["debug", "info", "warning", "error"]) -> None:
     )
     renderer: list[Any]
     if sys.stderr.isatty():
-        renderer = [structlog.dev.ConsoleRenderer()]
+        renderer = [
+            # The default one prints the values of local variables, secrets among them.
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        ]
     else:
         renderer = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     handler = logging.StreamHandler(sys.stderr)
