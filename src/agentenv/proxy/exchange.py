@@ -77,32 +77,41 @@ class HttpExchange:
             await send_reply(failure, self._scope, self._send)
 
     async def _run(self, stream: Stream) -> Reply | None:
-        if not self._expects and not await self._read_first():
-            return None
-        try:
-            connection, reused = await self._connection()
-            replayable = not self._more and (not self._has_body or self._method in _IDEMPOTENT)
-            async with asyncio.TaskGroup() as tasks:
+        connection: UpstreamConnection | None = None
+        async with asyncio.TaskGroup() as tasks:
+            first: asyncio.Task[Any] | None = None
+            inbound: asyncio.Task[None] | None = None
+            try:
+                if not self._expects:
+                    first = tasks.create_task(self._receive())
+                    # One turn of the loop: a body that is already here travels with the head. It is never waited for.
+                    await asyncio.sleep(0)
+                connection, reused = await self._connection()
+                if first is not None and first.done():
+                    if not self._take_first(first.result()):
+                        return None
+                    first = None
+                replayable = not self._more and (not self._has_body or self._method in _IDEMPOTENT)
                 self._begin(connection)
-                inbound = tasks.create_task(self._inbound(connection, stream))
+                inbound = tasks.create_task(self._inbound(connection, stream, first))
                 try:
-                    try:
-                        head = await connection.head()
-                    except UpstreamLostError as lost:
-                        if not reused or lost.answered or not replayable:
-                            raise
-                        # The guest had closed it before it saw the request; a fresh one tells the truth.
-                        connection = await self._pool.connect(self._target.port)
-                        self._begin(connection)
-                        head = await connection.head()
-                    return await self._answer(connection, head)
-                except (PortNotOpenError, RouteGoneError, UpstreamLostError) as error:
-                    return self._failure(error)
-                finally:
-                    inbound.cancel()
+                    head = await connection.head()
+                except UpstreamLostError as lost:
+                    if not reused or lost.answered or not replayable:
+                        raise
+                    # The guest had closed it before it saw the request; a fresh one tells the truth.
+                    connection = await self._pool.connect(self._target.port)
+                    self._begin(connection)
+                    head = await connection.head()
+                return await self._answer(connection, head)
+            except (PortNotOpenError, RouteGoneError, UpstreamLostError) as error:
+                return self._failure(error)
+            finally:
+                for task in (first, inbound):
+                    if task is not None:
+                        task.cancel()
+                if connection is not None:
                     self._pool.give_back(connection, self._target.port)
-        except (PortNotOpenError, RouteGoneError, UpstreamLostError) as error:
-            return self._failure(error)
 
     async def _connection(self) -> tuple[UpstreamConnection, bool]:
         connection = self._pool.take_idle(self._target.port)
@@ -122,11 +131,8 @@ class HttpExchange:
 
     def _begin(self, connection: UpstreamConnection) -> None:
         connection.begin(head_request=self._method == "HEAD")
-        if self._expects:
-            connection.write(self._head)
-        else:
-            connection.write(self._head, *self._framed(self._first, last=not self._more))
-            connection.request_complete = not self._more
+        connection.write(self._head, *self._framed(self._first, last=not self._more))
+        connection.request_complete = not self._more
 
     def _framed(self, body: bytes, *, last: bool) -> tuple[bytes, ...]:
         if not self._chunked:
@@ -134,21 +140,21 @@ class HttpExchange:
         parts = (b"%x\r\n" % len(body), body, b"\r\n") if body else ()
         return (*parts, b"0\r\n\r\n") if last else parts
 
-    async def _read_first(self) -> bool:
-        message = await self._receive()
+    def _take_first(self, message: Any) -> bool:
         if message["type"] == "http.disconnect":
             return False
         self._first, self._more = message.get("body", b""), message.get("more_body", False)
         return True
 
-    async def _inbound(self, connection: UpstreamConnection, stream: Stream) -> None:
-        """Send what is left of the body, then watch for the client's departure."""
+    async def _inbound(self, connection: UpstreamConnection, stream: Stream, first: asyncio.Task[Any] | None) -> None:
+        """Send what is left of the body, then watch for the client's departure. `first` is a receive under way."""
         wanted = not self._expects or await self._go_ahead(connection)
         if not wanted:
             # Receiving earlier would make the server in front tell the client to go ahead.
             await self._start_sent.wait()
         while True:
-            message = await self._receive()
+            message = await (self._receive() if first is None else first)
+            first = None
             if message["type"] == "http.disconnect":
                 stream.client_left()
                 return
