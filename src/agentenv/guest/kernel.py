@@ -39,16 +39,17 @@ KERNEL_ARGUMENTS: tuple[str, ...] = ()
 BOOT_MODULES: tuple[str, ...] = (
     "virtio_mmio",
     "virtio_blk",
+    "crc32c_generic",
+    "ext4",
     "virtio_net",
     "virtio-rng",
-    "vmw_vsock_virtio_transport",
     "button",
     "evdev",
 )
 """What must be loaded before the root disk, the network and the power button are there. What they depend on is found in
 the modules themselves."""
 
-OPTIONAL_MODULES = frozenset({"virtio-rng", "vmw_vsock_virtio_transport", "button", "evdev"})
+OPTIONAL_MODULES = frozenset({"crc32c_generic", "virtio-rng", "button", "evdev"})
 """Boot modules that a kernel may lack."""
 
 _ELF_MAGIC = b"\x7fELF"

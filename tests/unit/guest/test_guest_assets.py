@@ -25,7 +25,7 @@ class Home:
         self.kernel.write_bytes(elf_samples.vmlinux())
         self.modules = directory / "modules"
         self.modules.mkdir()
-        for name in ("virtio_mmio", "virtio_blk", "virtio_net"):
+        for name in ("virtio_mmio", "virtio_blk", "ext4", "virtio_net"):
             (self.modules / f"{name}.ko").write_bytes(elf_samples.module("", name=name))
         self.program = directory / "aenv-guest"
         self.set_program("1.0.0")

@@ -139,12 +139,12 @@ def test_meta_packages_lead_to_the_image(tmp_path: Path, monkeypatch: pytest.Mon
     assert kernel.find_package() == kernel.KernelPackage(image, f"1-{image}")
 
 
-def test_ubuntu_meta_packages_go_through_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_meta_package_that_leads_to_no_image_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = "linux-image-6.8.0-31-generic"
     _package_index(
         tmp_path,
         monkeypatch,
-        {"linux-image-virtual": "linux-image-generic (= 6.8)", "linux-image-generic": image, image: "kmod"},
+        {"linux-image-virtual": "something-else", "linux-image-generic": f"{image}, firmware", image: "kmod"},
     )
     assert kernel.find_package().name == image
 
