@@ -58,7 +58,7 @@ def decode_request(text: str) -> CreateRequest:
                 }
             )
         return CreateRequest(**values, network=network)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(f"the journal holds a damaged create request: {error}") from error
 
 
@@ -79,7 +79,7 @@ def decode_sandbox(text: str) -> Sandbox:
         values["end_at"] = from_micros(values["end_at"])
         values["request"] = decode_request(values["request"])
         return Sandbox(**values)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(f"the journal holds a damaged sandbox: {error}") from error
 
 
@@ -105,5 +105,5 @@ def decode_slot(text: str) -> Slot:
         values = json.loads(text)
         addresses = {name: IPv4Address(values[name]) for name in ("address", "host_address")}
         return Slot(**values | addresses)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(f"the journal holds a damaged slot: {error}") from error

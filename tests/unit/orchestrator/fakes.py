@@ -102,6 +102,13 @@ class Script:
         """Steps that wait until their event is set."""
         self.failing: dict[str, Exception] = {}
         """Steps that fail whenever they come."""
+        self._news = asyncio.Event()
+
+    async def reached(self, step: str) -> None:
+        """Wait until a step was begun."""
+        while step not in self.seen:
+            self._news.clear()
+            await self._news.wait()
 
     def arm(self, fate: Fate, step_number: int, victim: asyncio.Task[Any] | None = None) -> None:
         """Strike at the n-th step from now, beginning with 0."""
@@ -114,6 +121,7 @@ class Script:
         if self.dead:
             raise VmmError("this server is dead")
         self.seen.append(step)
+        self._news.set()
         if step in self.blocked:
             await self.blocked[step].wait()
         if step in self.failing:
@@ -489,8 +497,7 @@ class Server:
     async def start(self) -> Server:
         """Start, and wait until the work that it does by itself is at rest."""
         await self.orchestrator.start()
-        while "journal.purge_keys" not in self.script.seen:
-            await asyncio.sleep(0)
+        await self.script.reached("journal.purge_keys")
         await self.orchestrator._journal.load()
         return self
 

@@ -99,8 +99,7 @@ async def test_crash_at_every_step_of_a_start_after_a_crash(world: World) -> Non
         lives, dies, gone = [await server.orchestrator.create(wish()) for _ in range(3)]
         world.agent_ready.clear()
         half = asyncio.create_task(server.orchestrator.create(wish()))
-        while len(world.vms) < 4:
-            await asyncio.sleep(0)
+        await eventually(lambda: len(world.vms) == 4)
         await eventually(lambda: read_journal(world.home / "state.db")["intents"][0]["step"] == "wait for the agent")
         await server.vanish()
         await outcome_of(half)
@@ -169,8 +168,7 @@ async def test_vm_of_an_adopted_sandbox_is_watched(world: World) -> None:
         sandbox = await server.orchestrator.create(wish())
     async with Server(world) as successor:
         successor.vmm.die(sandbox.id, "gone")
-        while successor.orchestrator.routes.get(sandbox.id) is not None:
-            await asyncio.sleep(0)
+        await eventually(lambda: successor.orchestrator.routes.get(sandbox.id) is None)
         await successor.settle()
         successor.check([])
 

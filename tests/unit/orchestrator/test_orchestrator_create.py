@@ -7,7 +7,7 @@ from datetime import timedelta
 from ipaddress import IPv4Network
 
 import pytest
-from fakes import AGENT_VERSION, START, Fate, Server, World, outcome_of, read_journal, wish
+from fakes import AGENT_VERSION, START, Fate, Server, World, eventually, outcome_of, read_journal, wish
 
 from agentenv.errors import (
     AgentEnvError,
@@ -22,6 +22,7 @@ from agentenv.errors import (
 )
 from agentenv.network.base import EgressPolicy
 from agentenv.orchestrator.model import NetworkOptions, OnTimeout, SandboxState
+from agentenv.orchestrator.routes import Route
 
 
 async def test_sandbox_is_ready_routed_and_journaled(server: Server, world: World) -> None:
@@ -48,8 +49,7 @@ async def test_sandbox_is_ready_routed_and_journaled(server: Server, world: Worl
 async def test_life_begins_when_the_sandbox_is_ready(server: Server, world: World) -> None:
     world.agent_ready.clear()
     task = asyncio.create_task(server.orchestrator.create(wish(timeout_s=60)))
-    while "slots.wait_ready" not in server.script.seen:
-        await asyncio.sleep(0)
+    await server.script.reached("slots.wait_ready")
     await world.clock.advance(100)
     world.agent_ready.set()
     sandbox = await task
@@ -119,8 +119,7 @@ async def test_memory_of_starts_under_way_is_counted(world: World) -> None:
         world.free_memory = (2 * 512 + 100 - 1) << 20
         world.agent_ready.clear()
         task = asyncio.create_task(server.orchestrator.create(wish()))
-        while "slots.wait_ready" not in server.script.seen:
-            await asyncio.sleep(0)
+        await server.script.reached("slots.wait_ready")
         with pytest.raises(CapacityError, match="no memory for a sandbox of 512 MiB"):
             await server.orchestrator.create(wish())
         world.agent_ready.set()
@@ -153,8 +152,7 @@ async def test_silent_agent_ends_the_start_with_its_last_words(world: World) -> 
     async with Server(world, start_timeout_s=30) as server:
         world.agent_ready.clear()
         task = asyncio.create_task(server.orchestrator.create(wish()))
-        while "slots.wait_ready" not in server.script.seen:
-            await asyncio.sleep(0)
+        await server.script.reached("slots.wait_ready")
         (vm,) = world.vms.values()
         vm.console.write_text("[    1.0] booting\ncannot mount /dev/vda\n")
         await world.clock.advance(29)
@@ -229,12 +227,17 @@ async def test_cancellation_at_every_step(world: World, key: str | None) -> None
         assert {"slots.acquire", "vmm.boot done", "agent.init", "journal.finish_start done"} <= set(struck)
 
 
-async def test_caller_that_leaves_in_the_moment_of_success_leaves_nothing(server: Server) -> None:
+async def test_caller_that_leaves_in_the_moment_of_success_leaves_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = asyncio.create_task(server.orchestrator.create(wish()))
-    routes = server.orchestrator.routes
-    while len(routes) == 0:
-        await asyncio.sleep(0)
-    task.cancel()
+    publish = server.orchestrator.routes.publish
+
+    def publish_and_leave(route: Route) -> None:
+        publish(route)
+        task.cancel()
+
+    monkeypatch.setattr(server.orchestrator.routes, "publish", publish_and_leave)
     assert isinstance(await outcome_of(task), asyncio.CancelledError)
     await server.settle()
     server.check([])
@@ -256,8 +259,7 @@ async def test_failed_roll_back_is_tried_again(server: Server, world: World) -> 
 async def test_starting_sandbox_is_nobodys_yet(server: Server, world: World) -> None:
     world.agent_ready.clear()
     task = asyncio.create_task(server.orchestrator.create(wish()))
-    while not world.vms:
-        await asyncio.sleep(0)
+    await eventually(lambda: len(world.vms) > 0)
     (sandbox_id,) = world.vms
     with pytest.raises(SandboxNotFoundError):
         server.orchestrator.get(sandbox_id)
@@ -273,8 +275,7 @@ async def test_close_undoes_starts_and_leaves_the_rest_running(world: World) -> 
         kept = await server.orchestrator.create(wish())
         world.agent_ready.clear()
         task = asyncio.create_task(server.orchestrator.create(wish()))
-        while len(world.vms) < 2:
-            await asyncio.sleep(0)
+        await eventually(lambda: len(world.vms) == 2)
     with pytest.raises(CapacityError):
         await task
     assert set(world.vms) == {kept.id}

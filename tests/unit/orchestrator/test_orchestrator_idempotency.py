@@ -6,7 +6,7 @@ import asyncio
 from datetime import timedelta
 
 import pytest
-from fakes import Server, World, outcome_of, read_journal, wish
+from fakes import Server, World, eventually, outcome_of, read_journal, wish
 
 from agentenv.errors import (
     ConflictError,
@@ -42,8 +42,7 @@ async def test_without_a_digest_the_request_itself_is_compared(server: Server) -
 async def test_still_running_is_409_and_worth_a_retry(server: Server, world: World) -> None:
     world.agent_ready.clear()
     task = asyncio.create_task(server.orchestrator.create(wish(idempotency_key="k")))
-    while not world.vms:
-        await asyncio.sleep(0)
+    await eventually(lambda: len(world.vms) > 0)
     with pytest.raises(ConflictError) as caught:
         await server.orchestrator.create(wish(idempotency_key="k"))
     assert caught.value.error_code == "idempotency_in_progress"
@@ -107,6 +106,5 @@ async def test_outcome_outlives_sandbox_and_server_for_a_day(world: World) -> No
         successor.check([])
     world.clock.wall_offset += timedelta(days=2)
     async with Server(world) as later:
-        while "journal.purge_keys" not in later.script.seen:
-            await asyncio.sleep(0)
+        await later.script.reached("journal.purge_keys")
         assert (await later.orchestrator.create(wish(idempotency_key="k"))).id != sandbox.id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fakes import Fate, Server, World, outcome_of, wish
+from fakes import Fate, Server, World, eventually, outcome_of, wish
 
 from agentenv.errors import ConflictError, InsufficientStorageError, NetworkError, SandboxNotFoundError, VmmError
 
@@ -41,8 +41,7 @@ async def test_being_killed_is_out_of_sight_and_unreachable(server: Server) -> N
     sandbox = await server.orchestrator.create(wish())
     server.script.blocked["machine.kill"] = asyncio.Event()
     task = asyncio.create_task(server.orchestrator.kill(sandbox.id))
-    while "machine.kill" not in server.script.seen:
-        await asyncio.sleep(0)
+    await server.script.reached("machine.kill")
     assert server.orchestrator.list() == []
     assert server.orchestrator.routes.get(sandbox.id) is None
     with pytest.raises(SandboxNotFoundError):
@@ -125,8 +124,7 @@ async def test_full_disk_does_not_keep_a_vm_alive(server: Server, world: World) 
 async def test_vm_that_ends_by_itself_is_noticed(server: Server) -> None:
     dead, kept = [await server.orchestrator.create(wish()) for _ in range(2)]
     server.vmm.die(dead.id, "Kernel panic")
-    while server.orchestrator.routes.get(dead.id) is not None:
-        await asyncio.sleep(0)
+    await eventually(lambda: server.orchestrator.routes.get(dead.id) is None)
     await server.settle()
     server.check([kept.id])
 

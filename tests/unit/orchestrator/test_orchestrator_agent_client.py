@@ -1,0 +1,152 @@
+"""The client of the guest's agent, against a server that behaves well, badly, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from agentenv.errors import GuestAgentError
+from agentenv.guest import client
+from agentenv.guest.base import GuestIdentity
+from agentenv.guest.client import GuestAgent, GuestAgents
+
+IDENTITY = GuestIdentity(
+    sandbox_id="i1",
+    template_id="base",
+    hostname="i1",
+    access_token="t0ken",
+    env_vars={"A": "é\n"},
+    default_user="user",
+    default_workdir=None,
+    life=3,
+)
+METRICS = {
+    "ts": 1_900_000_000,
+    "cpu_count": 2,
+    "cpu_used_pct": 12.5,
+    "mem_total": 512,
+    "mem_used": 100,
+    "mem_cache": 7,
+    "mem_total_mib": 0,
+    "mem_used_mib": 0,
+    "disk_used": 5,
+    "disk_total": 9,
+}
+
+
+@asynccontextmanager
+async def agent_that(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[GuestAgent]:
+    runner = web.ServerRunner(web.Server(handler), shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    agents = GuestAgents(port=runner.addresses[0][1])
+    try:
+        yield agents("127.0.0.1", "t0ken")
+    finally:
+        await agents.close()
+        await agents.close()
+        await runner.cleanup()
+
+
+async def test_init_tells_everything_and_learns_the_version() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        assert (request.method, request.path) == ("POST", "/init")
+        bodies.append(await request.json())
+        return web.Response(status=204, headers={"X-Envd-Version": "0.6.7"})
+
+    async with agent_that(handler) as agent:
+        before = datetime.now(UTC)
+        assert (await agent.init(IDENTITY)).version == "0.6.7"
+        await agent.init(IDENTITY)
+    first, second = bodies
+    assert before <= datetime.fromisoformat(first.pop("timestamp")) <= datetime.now(UTC)
+    entropy = first.pop("entropy")
+    assert len(base64.b64decode(entropy)) == 64
+    assert entropy != second["entropy"]
+    assert first == {
+        "sandboxId": "i1",
+        "templateId": "base",
+        "hostname": "i1",
+        "accessToken": "t0ken",
+        "envVars": {"A": "é\n"},
+        "defaultUser": "user",
+        "lifecycleID": "3",
+    }
+
+
+async def test_metrics_and_health_use_a_connection_each() -> None:
+    peers: list[object] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        peers.append(request.transport.get_extra_info("peername"))
+        assert request.headers["X-Access-Token"] == "t0ken"
+        return web.json_response(METRICS) if request.path == "/metrics" else web.Response(status=204)
+
+    async with agent_that(handler) as agent:
+        for _ in range(3):
+            await agent.health()
+        reading = await agent.metrics()
+    assert len(set(peers)) == 4
+    assert (reading.cpu_used_pct, reading.mem_cache, reading.disk_total) == (12.5, 7, 9)
+    assert reading.timestamp == datetime.fromtimestamp(1_900_000_000, UTC)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: web.Response(status=401, text="no"),
+        lambda: web.Response(status=302, headers={"Location": "http://example.invalid/"}),
+        lambda: web.Response(status=200, text="not JSON"),
+        lambda: web.Response(status=200, text="[]"),
+        lambda: web.Response(status=200, body=b"\xff\xfe"),
+        lambda: web.json_response(METRICS | {"ts": 1e300}),
+        lambda: web.json_response({key: value for key, value in METRICS.items() if key != "mem_used"}),
+        lambda: web.Response(status=200, body=b" " * 100_000),
+    ],
+)
+async def test_wrong_answers_are_agent_errors(answer: Callable[[], web.Response]) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return answer()
+
+    async with agent_that(handler) as agent:
+        with pytest.raises(GuestAgentError):
+            await agent.metrics()
+        with pytest.raises(GuestAgentError):
+            await agent.init(IDENTITY)
+
+
+async def test_silence_and_hang_ups_are_agent_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_QUICK", aiohttp.ClientTimeout(total=0.05))
+    hang_up = False
+
+    async def handler(request: web.Request) -> web.Response:
+        if hang_up and request.transport is not None:
+            request.transport.close()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with agent_that(handler) as agent:
+        with pytest.raises(GuestAgentError, match="did not answer"):
+            await agent.health()
+        hang_up = True
+        with pytest.raises(GuestAgentError, match="could not be asked"):
+            await agent.health()
+
+
+async def test_nobody_listens() -> None:
+    agents = GuestAgents(port=1)
+    with pytest.raises(GuestAgentError, match="could not be asked"):
+        await agents("127.0.0.1", "t").health()
+    await agents.close()
