@@ -139,8 +139,17 @@ async def test_traffic_token_guards_every_port_but_the_agents(world: World, agen
 
 @pytest.mark.parametrize(
     "path",
-    ["/init", "//init", "/%69nit", "/./init", "/x/../init", "/INIT", "/init/", "/init/x", "/init?a=b", "/%2e/init"]
-    + [
+    [
+        "/init",
+        "//init",
+        "/%69nit",
+        "/./init",
+        "/x/../init",
+        "/INIT",
+        "/init/",
+        "/init/x",
+        "/init?a=b",
+        "/%2e/init",
         "/%2finit",
         "/%2569nit",
         "/..%2finit",
@@ -150,8 +159,13 @@ async def test_traffic_token_guards_every_port_but_the_agents(world: World, agen
         "/tunnel?port=1",
         "/Freeze",
         "/unfreeze",
-    ]
-    + ["/collapse", "/fsfreeze", "/fsthaw", "/upgrade", "/a/b/../../init", "/" + "%25" * 1 + "25" * 12 + "69nit"],
+        "/collapse",
+        "/fsfreeze",
+        "/fsthaw",
+        "/upgrade",
+        "/a/b/../../init",
+        "/" + "%25" * 1 + "25" * 12 + "69nit",
+    ],
 )
 async def test_private_paths_of_the_agent_are_refused(world: World, agent_port: int, path: str) -> None:
     world.publish()
@@ -206,7 +220,8 @@ async def test_headers_pass_with_duplicates_and_order(world: World) -> None:
 async def test_answer_headers_pass_with_duplicates(world: World) -> None:
     async def serve(peer: Peer, _: int) -> None:
         await peer.read_request()
-        extra = b"Set-Cookie: a=1\r\nSet-Cookie: b=2\r\nDate: today\r\nServer: mine\r\nConnection: close, X-Gone\r\nX-Gone: 1\r\n"
+        extra = b"Set-Cookie: a=1\r\nSet-Cookie: b=2\r\nDate: today\r\nServer: mine\r\n"
+        extra += b"Connection: close, X-Gone\r\nX-Gone: 1\r\n"
         await peer.write(ok(b"", extra + b"Keep-Alive: timeout=1\r\n"))
 
     world.publish()
@@ -290,8 +305,9 @@ async def test_head_keeps_the_length_and_the_connection(world: World) -> None:
         b"SSH-2.0-OpenSSH\r\n",
         b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
         b"HTTP/1.1 999 X\r\n\r\n",
-    ]
-    + [b"HTTP/1.1 200 OK\r\nContent-Le", b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n"],
+        b"HTTP/1.1 200 OK\r\nContent-Le",
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
+    ],
 )
 async def test_useless_answers_are_a_bad_gateway(world: World, raw: bytes) -> None:
     async def serve(peer: Peer, _: int) -> None:
