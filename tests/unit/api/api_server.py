@@ -25,7 +25,7 @@ def report(text: str) -> None:
 
 
 class FakeProxy:
-    """Claims what names a sandbox and answers with a stream that never ends."""
+    """Claims what names a sandbox and answers with a stream that ends with its client."""
 
     def claims(self, scope: Any) -> bool:
         return any(name == b"e2b-sandbox-id" for name, _ in scope.get("headers", ()))
@@ -34,7 +34,8 @@ class FakeProxy:
         await send({"type": "http.response.start", "status": 299, "headers": []})
         await send({"type": "http.response.body", "body": b"first", "more_body": True})
         try:
-            await asyncio.Event().wait()
+            while (await receive())["type"] != "http.disconnect":
+                pass
         finally:
             report("stream ended")
 
