@@ -17,6 +17,7 @@ import structlog
 from agentenv.config import Settings
 from agentenv.errors import AgentEnvError, InsufficientStorageError, SandboxStartError, StorageError, VmmError
 from agentenv.guest.base import AgentInfo, GuestIdentity
+from agentenv.guest.kernel import KERNEL_ARGUMENTS
 from agentenv.network.base import (
     GATEWAY_ADDRESS,
     GUEST_ADDRESS,
@@ -143,6 +144,7 @@ class Launcher:
                 dns=str(GATEWAY_ADDRESS),
                 mtu=self._settings.network.uplink_mtu,
             ),
+            extra_arguments=KERNEL_ARGUMENTS,
         )
 
     async def _introduce(self, slot: Slot, agent: Agent, identity: GuestIdentity) -> AgentInfo | AgentEnvError:
