@@ -32,7 +32,7 @@ class HostOrphans:
             removed.append(f"machine in {record.directory}" + (f", process {record.pid}" if record.pid > 0 else ""))
         memory_dir = self._memory_dir
         if memory_dir is not None:
-            names = {directory.name for directory in owned}
-            for path in await in_thread(lambda: remove_stray_memory(memory_dir, names)):
+            kept = {record.memory_file for record in live}
+            for path in await in_thread(lambda: remove_stray_memory(memory_dir, kept)):
                 removed.append(f"memory file {path}")
         return removed

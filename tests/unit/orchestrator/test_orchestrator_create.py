@@ -227,6 +227,15 @@ async def test_cancellation_at_every_step(world: World, key: str | None) -> None
         assert {"slots.acquire", "vmm.boot done", "agent.init", "journal.finish_start done"} <= set(struck)
 
 
+async def test_caller_that_leaves_ends_a_start_that_would_never_end(server: Server, world: World) -> None:
+    world.agent_ready.clear()
+    task = asyncio.create_task(server.orchestrator.create(wish()))
+    await server.script.reached("slots.wait_ready")
+    task.cancel()
+    assert isinstance(await outcome_of(task), asyncio.CancelledError)
+    server.check([])  # at once, not later
+
+
 async def test_caller_that_leaves_in_the_moment_of_success_leaves_nothing(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

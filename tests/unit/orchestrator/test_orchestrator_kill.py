@@ -110,6 +110,18 @@ async def test_one_thing_that_cannot_be_removed_does_not_keep_the_others(server:
     server.check([])
 
 
+async def test_what_was_given_back_is_not_given_back_again(server: Server, world: World) -> None:
+    """By then it may be another sandbox's."""
+    sandbox = await server.orchestrator.create(wish())
+    server.script.failing["disks.remove"] = NetworkError("busy")
+    await server.orchestrator.kill(sandbox.id)
+    other = await server.orchestrator.create(wish())
+    assert list(world.lent) == [0], "the slot was not used again: this test shows nothing"
+    server.script.failing.clear()
+    await server.settle()
+    server.check([other.id])
+
+
 async def test_full_disk_does_not_keep_a_vm_alive(server: Server, world: World) -> None:
     sandbox = await server.orchestrator.create(wish())
     full = InsufficientStorageError("the disk is full")
