@@ -179,13 +179,11 @@ def measure(clients: dict[str, Client], requests: int, mib: int) -> None:
         for name, client in clients.items():
             times[name].append(client.small())
 
-    def best(what: Callable[[Client], float]) -> dict[str, float]:
-        return {name: statistics.median(what(client) for _ in range(3)) / 1e6 for name, client in clients.items()}
+    def rates(run: Callable[[Client], float]) -> dict[str, float]:
+        return {name: statistics.median(run(client) for _ in range(3)) / 1e6 for name, client in clients.items()}
 
-    down, up = best(lambda client: client.down(size)), best(lambda client: client.up(size))
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()};"
-    )
+    down, up = rates(lambda client: client.down(size)), rates(lambda client: client.up(size))
+    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f};")
     print(f"{requests} interleaved POSTs of 200 bytes on one kept connection; streams of {mib} MiB, median of 3.\n")
     print("| way | p50 ms | p99 ms | p50 beyond direct ms | down MB/s | up MB/s |")
     print("| --- | --- | --- | --- | --- | --- |")

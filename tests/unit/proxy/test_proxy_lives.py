@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from proxy_world import SANDBOX, TOKEN, Guest, Peer, World, ok, request, serve_echo
 from test_proxy_websocket import app_guest, connected
 from test_proxy_websocket import echo as websocket_echo
+
+from agentenv.proxy.upstream import UpstreamConnection
 
 
 async def test_one_connection_serves_many_requests_of_one_life(world: World) -> None:
@@ -111,6 +114,35 @@ async def test_a_connection_the_guest_closed_or_spoke_on_is_not_used_even_for_po
             answer = await world.ask(request(guest.port, method="POST", body=b"b"))
             assert (answer.status, answer.body) == (200, b"x")
         assert guest.connections == 4
+
+
+@pytest.mark.parametrize("what", ["end", "bytes"])
+async def test_an_idle_connection_is_asked_of_the_kernel_before_use(what: str) -> None:
+    """The loop has not seen the end yet: no await stands between it and the question."""
+    near, far = socket.socketpair()
+    with far:
+        connection = UpstreamConnection(lambda _: None)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=near)
+        assert connection.still_idle()
+        if what == "end":
+            far.close()
+        else:
+            far.send(b"x")
+        assert not connection.still_idle()
+        connection.abort()
+
+
+async def test_a_head_without_end_is_given_up(world: World) -> None:
+    async def serve(peer: Peer, _: int) -> None:
+        await peer.read_request()
+        await peer.write(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            await peer.write(b"X-More: %s\r\n" % (b"y" * 1000))
+
+    world.publish()
+    async with Guest(serve).listening() as guest:
+        answer = await world.ask(request(guest.port))
+        assert (answer.status, b"head without end" in answer.body) == (502, True)
 
 
 class Agent:
