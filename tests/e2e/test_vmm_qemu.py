@@ -30,7 +30,7 @@ from agentenv.errors import AgentEnvError, VmmError
 from agentenv.guest.assets import load_assets
 from agentenv.vmm import console, probe
 from agentenv.vmm.base import Disk, GuestNetwork, Machine, MachineConfig, MachineRecord, NetworkInterface
-from agentenv.vmm.host import measure_tsc_khz, read_qemu_version
+from agentenv.vmm.host import machine_uid, may_change_user, measure_tsc_khz, read_qemu_version
 from agentenv.vmm.probe_guest import ArchiveEntry, newc_archive
 from agentenv.vmm.qemu import QemuVmm
 from agentenv.vmm.qemu_command import Acceleration
@@ -251,6 +251,19 @@ async def test_pause_resume_save_and_two_clones_go_on_counting(lab: Lab) -> None
     assert (await counting(again, last + 1))[0] in (last, last + 1)
     await again.kill()
     await again.kill()
+
+
+@pytest.mark.skipif(not may_change_user(), reason="this container may not change user ids")
+async def test_the_process_has_no_rights(lab: Lab) -> None:
+    machine = await lab.vmm.boot(lab.config("confined"))
+    process = Path(f"/proc/{machine.record.pid}")
+    status = (process / "status").read_text()
+    assert re.search(r"^Uid:\s+(\d+)", status, re.MULTILINE)[1] == str(machine_uid("confined"))  # type: ignore[index]
+    assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)
+    assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE)
+    assert re.search(r"^Seccomp:\s+2$", status, re.MULTILINE)
+    assert (process / "root").readlink() == lab.sandboxes / "confined"
+    await machine.kill()
 
 
 async def test_the_guest_powers_off_or_panics(lab: Lab) -> None:

@@ -6,6 +6,7 @@ Reads only; nothing is remembered or decided here.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import os
 import re
@@ -22,6 +23,10 @@ from agentenv.errors import ConfigurationError
 log = structlog.get_logger(__name__)
 
 _MEASURE_S = 0.05
+_NEEDED_CAPABILITIES = (5, 6, 7, 18, 19)
+"""CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_CHROOT, CAP_SYS_PTRACE (to read /proc/PID of another user)."""
+_MACHINE_UIDS = range(0x6A000000, 0x6B000000)
+"""Below 2**31, above what systemd, containers and directory services hand out."""
 # rdtsc; shl rdx, 32; or rax, rdx; ret
 _RDTSC = bytes.fromhex("0f3148c1e2204809d0c3")
 
@@ -81,6 +86,30 @@ def _sample(read_counter: Callable[[], int]) -> tuple[int, int]:
         pairs.append((after - before, (before + after) // 2, counter))
     _, nanoseconds, counter = min(pairs)
     return nanoseconds, counter
+
+
+def machine_uid(machine_id: str) -> int:
+    """A user id for one machine's process, far above those of accounts, so that one machine cannot touch another."""
+    digest = hashlib.sha256(machine_id.encode()).digest()
+    return _MACHINE_UIDS[0] + int.from_bytes(digest[:4], "big") % len(_MACHINE_UIDS)
+
+
+def may_change_user() -> bool:
+    """Whether this process may give another one a machine's user id, and still find and end it afterwards.
+
+    Root can, unless its user namespace is small or a container took capabilities away.
+    """
+    if os.geteuid() != 0:
+        return False
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    if capabilities is None or any(not int(capabilities.group(1), 16) >> bit & 1 for bit in _NEEDED_CAPABILITIES):
+        return False
+    for line in Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines():
+        first, _, count = (int(part) for part in line.split())
+        if first <= _MACHINE_UIDS[0] and _MACHINE_UIDS[-1] < first + count:
+            return True
+    return False
 
 
 def filesystem_is_tmpfs(path: Path) -> bool:

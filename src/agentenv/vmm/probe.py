@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import signal
 import time
@@ -75,7 +74,7 @@ async def choose_vmm(settings: Settings, kernel: Path, *, fresh: bool = False) -
     name, reason = await _select(settings, kernel, fresh=fresh)
     memory_dir = choose_memory_dir(settings)
     await asyncio.to_thread(prepare_memory_dir, memory_dir)
-    vmm = await _make_vmm(settings, name, memory_dir, reason)
+    vmm = await _make_vmm(settings, name, memory_dir, reason=reason)
     log.info("vmm_chosen", vmm=vmm.name, version=vmm.version, acceleration=name, reason=reason)
     return vmm
 
@@ -132,7 +131,7 @@ async def boot_probe_guest(settings: Settings, kernel: Path, name: str) -> Probe
         ConfigurationError: QEMU is missing or its memory directory is unusable.
     """
     directory = settings.paths.run / f"{_DIRECTORY_PREFIX}{os.getpid()}-{name}"
-    vmm = await _make_vmm(settings, name, directory, "")
+    vmm = await _make_vmm(settings, name, directory, cpu_limit_s=_CPU_LIMIT_S[name])
     started = time.monotonic()
     try:
         await _remove_broken_off(settings.paths.run)
@@ -150,13 +149,12 @@ async def boot_probe_guest(settings: Settings, kernel: Path, name: str) -> Probe
         )
         machine = await vmm.boot(config)
         try:
-            resource.prlimit(machine.record.pid, resource.RLIMIT_CPU, (_CPU_LIMIT_S[name], _CPU_LIMIT_S[name] + 2))
             reason = await _failure(machine, directory, _DEADLINE_S[name])
         finally:
             await machine.kill()
     except ConfigurationError:
         raise
-    except (AgentEnvError, ProcessLookupError) as error:
+    except AgentEnvError as error:
         reason = _own_words(directory) or str(error)
     finally:
         await vmm.close()
@@ -206,7 +204,9 @@ def _prepare(directory: Path) -> None:
         raise ConfigurationError(f"cannot prepare {directory}: {error.strerror}") from error
 
 
-async def _make_vmm(settings: Settings, acceleration: str, memory_dir: Path, reason: str) -> QemuVmm:
+async def _make_vmm(
+    settings: Settings, acceleration: str, memory_dir: Path, *, reason: str = "", cpu_limit_s: int | None = None
+) -> QemuVmm:
     version = await asyncio.to_thread(read_qemu_version, settings.vmm.qemu)
     tsc_khz = await asyncio.to_thread(measure_tsc_khz) if acceleration == "tcg" else 0
     return QemuVmm(
@@ -215,6 +215,7 @@ async def _make_vmm(settings: Settings, acceleration: str, memory_dir: Path, rea
         acceleration=Acceleration(acceleration, tsc_khz),
         memory_dir=memory_dir,
         acceleration_reason=reason,
+        cpu_limit_s=cpu_limit_s,
     )
 
 

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ _STIME_FIELD = 15
 _FIRST_FIELD_AFTER_NAME = 3
 _ENDED_STATES = ("Z", "X")
 """Ended, but not reaped by its parent yet."""
+_CPU_GRACE_S = 2
 
 T = TypeVar("T")
 
@@ -104,6 +106,7 @@ class ProcessHandle:
         lock: int,
         inherit: Sequence[int] = (),
         error_log: Path,
+        cpu_limit_s: int | None = None,
     ) -> ProcessHandle:
         """Start a program in a session of its own with `directory` as working directory. Blocking: call in a thread.
 
@@ -113,6 +116,7 @@ class ProcessHandle:
             lock: descriptor from `take_lock`, handed to the process; the caller closes its own.
             inherit: more descriptors that the process gets under the same numbers.
             error_log: file that its standard output and error are appended to.
+            cpu_limit_s: CPU seconds after which the kernel ends it; None sets no limit.
 
         Raises:
             VmmError: the program cannot be started.
@@ -138,6 +142,8 @@ class ProcessHandle:
         # With a return code set, `subprocess` never polls this child again: it is reaped through the pidfd only.
         process.returncode = 0
         try:
+            if cpu_limit_s is not None:
+                resource.prlimit(process.pid, resource.RLIMIT_CPU, (cpu_limit_s, cpu_limit_s + _CPU_GRACE_S))
             pidfd = os.pidfd_open(process.pid)
         except OSError as error:
             os.kill(process.pid, signal.SIGKILL)

@@ -19,6 +19,7 @@ from agentenv.config import MIB
 from agentenv.errors import VmmError
 from agentenv.vmm.base import DiskFormat, MachineConfig, MachineExit, MachineRecord, MachineStats
 from agentenv.vmm.console import LogKeeper, exit_reason
+from agentenv.vmm.host import machine_uid, may_change_user
 from agentenv.vmm.memory import create_memory_file, file_bytes, memory_path, prepare_memory_dir
 from agentenv.vmm.process import ProcessHandle, finish_in_thread, take_lock
 from agentenv.vmm.qemu_command import (
@@ -26,6 +27,7 @@ from agentenv.vmm.qemu_command import (
     ERROR_LOG_NAME,
     QMP_NAME,
     Acceleration,
+    Confinement,
     InheritedDescriptors,
     qemu_arguments,
 )
@@ -220,7 +222,9 @@ class QemuVmm:
         acceleration: Acceleration,
         memory_dir: Path,
         acceleration_reason: str = "",
+        cpu_limit_s: int | None = None,
     ) -> None:
+        self._cpu_limit_s = cpu_limit_s
         self._qemu = qemu
         self.acceleration_reason = acceleration_reason
         """Why it is not KVM, for people; empty when it is, or when the settings say so."""
@@ -335,6 +339,12 @@ class QemuVmm:
             memory_file=str(memory_file),
         )
 
+    def _confinement(self, config: MachineConfig) -> Confinement | None:
+        if not may_change_user():
+            return None
+        major, minor = (int(part) for part in self._version.split(".")[:2])
+        return Confinement(uid=machine_uid(config.machine_id), root=config.directory, qemu_version=(major, minor))
+
     def _launch(self, config: MachineConfig, state: Path | None, memory_file: Path) -> tuple[ProcessHandle, int]:
         """Take everything that QEMU inherits and start it. Blocking; a failure leaves nothing but logs.
 
@@ -371,12 +381,18 @@ class QemuVmm:
             )
             process = ProcessHandle.spawn(
                 qemu_arguments(
-                    self._qemu, config, self._acceleration, memory_file=memory_file, descriptors=descriptors
+                    self._qemu,
+                    config,
+                    self._acceleration,
+                    memory_file=memory_file,
+                    descriptors=descriptors,
+                    confinement=self._confinement(config),
                 ),
                 directory=config.directory,
                 lock=lock,
                 inherit=inherit,
                 error_log=config.directory / ERROR_LOG_NAME,
+                cpu_limit_s=self._cpu_limit_s,
             )
             undo.pop_all()
             return process, state_fd

@@ -17,9 +17,11 @@ CONSOLE_NAME = "console.log"
 ERROR_LOG_NAME = "vmm.log"
 QMP_NAME = "qmp.sock"
 
-TCG_BUFFER_MIB = 64
-"""Translated code that an emulated machine may keep. QEMU's own default is up to 1 GiB for each VM; 64 MiB hold the
-kernel's boot and a Python session without a flush, and dozens of emulated machines fit into one host."""
+TCG_BUFFER_MIB = 128
+"""Translated code that an emulated machine may keep. QEMU's own default is up to 1 GiB for each VM. Debian's kernel
+fills 38 MiB until it reaches user mode, the base template 58 MiB until its agent listens; a smaller buffer is flushed
+meanwhile, and all of it translated again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,18 @@ class InheritedDescriptors:
     """File with a saved state to load."""
 
 
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """What a QEMU that root starts becomes once it has opened everything."""
+
+    uid: int
+    """User and group id of this machine alone; no account has it."""
+    root: Path
+    """Directory that it sees as `/` from then on."""
+    qemu_version: tuple[int, int]
+    """Major and minor: the options have changed their names."""
+
+
 def _option(value: str) -> str:
     """Escape a value for QEMU's `key=value,…` syntax, where a comma is doubled."""
     return value.replace(",", ",,")
@@ -55,7 +69,7 @@ def kernel_command_line(config: MachineConfig, acceleration: Acceleration) -> st
     An emulated guest is told the rate of the counter instead of calibrating against emulated timers, which hangs on a
     busy host; CPU mitigations and self-tests only cost time there.
     """
-    words = ["console=ttyS0", "quiet", "panic=-1", "8250.nr_uarts=1", "audit=0", "rcupdate.rcu_expedited=1"]
+    words = ["console=ttyS0", "quiet", "panic=-1", "pci=off", "8250.nr_uarts=1", "audit=0", "rcupdate.rcu_expedited=1"]
     if acceleration.name == "tcg":
         words += ["tsc=reliable", "no_timer_check", "lpj=4000000", "mitigations=off", "cryptomgr.notests"]
         if acceleration.tsc_khz > 0:
@@ -108,10 +122,12 @@ def qemu_arguments(
     *,
     memory_file: Path,
     descriptors: InheritedDescriptors,
+    confinement: Confinement | None = None,
 ) -> list[str]:
     """The whole argument list of one QEMU process, which starts with its vCPUs stopped.
 
-    The devices and their order must be the same when a state is saved and when it is loaded.
+    The devices and their order must be the same when a state is saved and when it is loaded. Everything that QEMU
+    opens it opens before it gives up its rights (`confinement`), and never again.
     """
     memory = {
         "qom-type": "memory-backend-file",
@@ -131,7 +147,9 @@ def qemu_arguments(
         "-no-reboot",
         "-S",
         "-sandbox",
-        "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+        # The filter is in force when QEMU changes its user; afterwards it has no rights to elevate, and cannot exec.
+        f"on,obsolete=deny,elevateprivileges={'allow' if confinement else 'deny'},spawn=deny,resourcecontrol=deny",
+        *_confinement_arguments(confinement),
         "-machine",
         "microvm,acpi=on,rtc=on,pit=on,pic=on,memory-backend=ram",
         *_acceleration_arguments(acceleration),
@@ -174,6 +192,18 @@ def qemu_arguments(
     if descriptors.state is not None:
         arguments += ["-incoming", "defer"]
     return arguments
+
+
+def _confinement_arguments(confinement: Confinement | None) -> Sequence[str]:
+    if confinement is None:
+        return ()
+    user = f"{confinement.uid}:{confinement.uid}"
+    directory = _option(str(confinement.root))
+    if confinement.qemu_version >= (9, 1):
+        return ("-run-with", f"chroot={directory},user={user}")
+    if confinement.qemu_version >= (8, 1):
+        return ("-run-with", f"chroot={directory}", "-runas", user)
+    return ("-chroot", str(confinement.root), "-runas", user)
 
 
 def _acceleration_arguments(acceleration: Acceleration) -> Sequence[str]:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from agentenv.vmm.base import Disk, DiskFormat, GuestNetwork, MachineConfig, NetworkInterface
+from agentenv.vmm.host import machine_uid
 from agentenv.vmm.qemu_command import (
     TCG_BUFFER_MIB,
     Acceleration,
+    Confinement,
     InheritedDescriptors,
     kernel_command_line,
     qemu_arguments,
@@ -130,3 +132,32 @@ def test_a_loaded_machine_has_the_same_devices_as_a_booted_one() -> None:
     booted, loaded = arguments_of(), arguments_of(state=9)
     assert loaded.pop("-incoming") == ["defer"]
     assert booted == loaded
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ((7, 2), {"-chroot": ["/m,x"], "-runas": ["1234:1234"]}),
+        ((8, 2), {"-run-with": ["chroot=/m,,x"], "-runas": ["1234:1234"]}),
+        ((10, 0), {"-run-with": ["chroot=/m,,x,user=1234:1234"]}),
+    ],
+)
+def test_a_machine_of_root_gives_up_its_rights(version: tuple[int, int], expected: dict[str, list[str]]) -> None:
+    words = qemu_arguments(
+        QEMU,
+        CONFIG,
+        TCG,
+        memory_file=Path("/m/x.mem"),
+        descriptors=InheritedDescriptors(qmp=7, tap=8),
+        confinement=Confinement(uid=1234, root=Path("/m,x"), qemu_version=version),
+    )
+    assert {name: [words[words.index(name) + 1]] for name in words if name in ("-chroot", "-runas", "-run-with")} == (
+        expected
+    )
+
+
+def test_each_machine_has_a_user_id_of_its_own() -> None:
+    first, second = machine_uid("one"), machine_uid("two")
+    assert first != second
+    assert first == machine_uid("one")
+    assert all(0x6A000000 <= uid < 0x6B000000 for uid in (first, second))
