@@ -7,7 +7,7 @@ from datetime import timedelta
 from ipaddress import IPv4Network
 
 import pytest
-from fakes import AGENT_VERSION, START, Fate, Server, World, eventually, outcome_of, read_journal, wish
+from fakes import AGENT_VERSION, START, Fate, Server, World, eventually, outcome_of, read_journal, turns, wish
 
 from agentenv.errors import (
     AgentEnvError,
@@ -290,6 +290,22 @@ async def test_close_undoes_starts_and_leaves_the_rest_running(world: World) -> 
     assert set(world.vms) == {kept.id}
     with pytest.raises(CapacityError):
         await server.orchestrator.create(wish())
+
+
+async def test_close_does_not_interrupt_a_roll_back(world: World) -> None:
+    async with Server(world) as server:
+        server.script.failing["agent.init"] = SandboxStartError("no")
+        server.script.blocked["machine.kill"] = asyncio.Event()
+        task = asyncio.create_task(server.orchestrator.create(wish()))
+        await server.script.reached("machine.kill")
+        closing = asyncio.create_task(server.orchestrator.close())
+        await turns()
+        assert not closing.done()
+        server.script.blocked["machine.kill"].set()
+        await closing
+        await outcome_of(task)
+        assert not world.vms and not world.lent and not world.disks
+        assert read_journal(world.home / "state.db")["sandboxes"] == []
 
 
 async def test_drain_ends_all(world: World) -> None:

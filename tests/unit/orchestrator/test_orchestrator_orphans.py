@@ -37,7 +37,7 @@ async def test_live_machines_keep_process_and_memory(tmp_path: Path) -> None:
     (memory / "stray.mem").write_bytes(b"")
     try:
         removed = await HostOrphans(sandboxes, memory).reap([record])
-        assert orphan.wait(0) == -9, "it is over when reap returns"
+        assert orphan.poll() is not None, "it is over when reap returns"
         assert kept.poll() is None
         assert [path.name for path in memory.iterdir()] == ["kept.mem"]
         assert len(removed) == 2
