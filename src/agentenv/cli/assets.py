@@ -41,13 +41,14 @@ def build(
         if not guest_binary.is_file():
             raise CommandError(f"{guest_binary} does not exist; build it with `make setup`")
         assets = build_assets(settings, guest_binary, progress)
+        template = ensure_base_template(settings, progress)
         ensure_base_template(settings, progress)
     except AgentEnvError as error:
         raise CommandError(str(error)) from error
     finally:
         if shown and sys.stderr.isatty():
             sys.stderr.write("\n")
-    sys.stdout.write(f"kernel {assets.kernel_version}, assets in {settings.paths.assets}\n")
+    sys.stdout.write(f"kernel {assets.kernel_version}, template {template.template_id}, in {settings.home}\n")
 
 
 def home() -> None:

@@ -68,7 +68,7 @@ def _print_table(findings: list[Finding]) -> None:
 async def examine(settings: Settings) -> list[Finding]:
     """All findings for this host and configuration, in the order in which one would mend them."""
     findings = [*_system(), *_programs(settings), *_room(settings)]
-    findings += await asyncio.to_thread(lambda: list(_network()))
+    findings += await asyncio.to_thread(lambda: list(_network(settings)))
     findings += await _virtualization(settings)
     findings += _assets(settings)
     return findings
@@ -128,17 +128,22 @@ def _room(settings: Settings) -> Iterator[Finding]:
         yield Finding("guest memory", "ok" if enough else "warn", f"{free} MiB in {shared}", None if enough else mend)
 
 
-def _network() -> Iterator[Finding]:
-    from agentenv.network.probe import check_host
+def _network(settings: Settings) -> Iterator[Finding]:
+    from agentenv.network.checks import check_host
 
-    for check in check_host():
+    for check in check_host(settings.network):
         yield Finding(check.name, "ok" if check.ok else "fail", check.detail, None if check.ok else check.mend)
 
 
 async def _virtualization(settings: Settings) -> list[Finding]:
+    from agentenv.guest.assets import load_assets
     from agentenv.vmm.probe import describe_acceleration
 
-    level, detail, mend = await describe_acceleration(settings)
+    try:
+        kernel = load_assets(settings).kernel
+    except AgentEnvError:
+        kernel = None  # reported by its own check; the probe then tells what it can without booting
+    level, detail, mend = await describe_acceleration(settings, kernel)
     return [Finding("virtualization", level, detail, mend)]
 
 

@@ -105,6 +105,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
+                date_header=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GRACE_S,

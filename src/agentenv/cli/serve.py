@@ -136,6 +136,9 @@ async def _run(settings: Settings, api_key: str, listener: socket.socket, *, dra
             url = base_url(listener)
 
             def announce() -> None:
+                settings.paths.listening.parent.mkdir(exist_ok=True)
+                settings.paths.listening.write_text(f"{url}\n")
+                stack.callback(settings.paths.listening.unlink, missing_ok=True)
                 sys.stdout.write(f"listening on {url}\n")
                 sys.stdout.flush()
                 log.info("server_ready", url=url, version=__version__, home=str(settings.home))
