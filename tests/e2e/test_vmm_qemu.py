@@ -28,12 +28,13 @@ import pytest
 from agentenv.config import Settings, VmmSettings, load_settings
 from agentenv.errors import AgentEnvError, VmmError
 from agentenv.guest.assets import load_assets
-from agentenv.vmm import console, probe
+from agentenv.vmm import caretaker, console, probe
 from agentenv.vmm.base import Disk, GuestNetwork, Machine, MachineConfig, MachineRecord, NetworkInterface
 from agentenv.vmm.host import machine_uid, may_change_user, measure_tsc_khz, read_qemu_version
 from agentenv.vmm.probe_guest import ArchiveEntry, newc_archive
 from agentenv.vmm.qemu import QemuVmm
 from agentenv.vmm.qemu_command import Acceleration
+from agentenv.vmm.qmp import QmpClient
 from agentenv.vmm.records import MachineReaper
 from harness.server import built_home
 
@@ -54,12 +55,16 @@ def kernel() -> Path:
 
 
 @pytest.fixture(scope="module")
-def initramfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def initramfs(tmp_path_factory: pytest.TempPathFactory, kernel: Path) -> Path:
     directory = tmp_path_factory.mktemp("guest")
     program, archive = directory / "init", directory / "initramfs"
     source = Path(__file__).with_name("vmm_guest.c")
     subprocess.run(["gcc", "-static", "-O1", "-s", "-Wall", "-Werror", "-o", program, source], check=True)
-    entries = [ArchiveEntry("proc", b"", stat.S_IFDIR | 0o755), ArchiveEntry("init", program.read_bytes())]
+    entries = [ArchiveEntry(name, b"", stat.S_IFDIR | 0o755) for name in ("proc", "dev", "modules")]
+    entries.append(ArchiveEntry("init", program.read_bytes()))
+    for name in ("mmio", "blk"):
+        (module,) = kernel.parent.glob(f"virtio_{name}-*.ko")
+        entries.append(ArchiveEntry(f"modules/{name}", module.read_bytes()))
     archive.write_bytes(newc_archive(entries))
     return archive
 
@@ -436,6 +441,38 @@ async def test_a_flooding_guest_cannot_fill_the_disk(lab: Lab, monkeypatch: pyte
     data = machine.console_log().read_bytes()
     assert b"\0" not in data, "the cut left a hole"
     await machine.kill()
+
+
+@pytest.fixture
+def small_file_system(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", mount], check=True)
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "-l", mount], check=True)
+
+
+async def test_a_full_disk_of_the_host_only_halts_the_guest(
+    lab: Lab, small_file_system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caretaker, "_PERIOD_S", 0.2)
+    ballast, disk = small_file_system / "ballast", small_file_system / "disk.raw"
+    ballast.write_bytes(b"b" * (16 << 20))
+    with disk.open("wb") as file:
+        file.truncate(16 << 20)
+    config = dataclasses.replace(lab.config("full", "aenv.test_fill=16"), disks=(Disk(disk),))
+    machine = await lab.vmm.boot(config)
+    async with await QmpClient.connect(config.directory, "qmp.sock") as qmp:
+        event = await qmp.wait_event({"BLOCK_IO_ERROR"}, timeout_s=DEADLINE_S)
+        assert event["data"]["nospace"]
+        assert event["data"]["action"] == "stop"
+    ballast.unlink()
+    await counting(machine, 0)
+    assert "disk filled" in text_of(machine)
+    await machine.kill()
+    assert disk.read_bytes() == b"b" * (16 << 20)
 
 
 def probe_settings(tmp_path: Path, acceleration: str = "auto") -> Settings:

@@ -1,17 +1,41 @@
 /* Init of the guest in test_vmm_qemu.py: counts on the console, and ends as the kernel command line says.
  * aenv.test_poweroff=N: powers off at N. aenv.test_panic=N: exits at N, which makes the kernel panic.
- * aenv.test_flood: writes to the console as fast as it can. */
+ * aenv.test_flood: writes to the console as fast as it can.
+ * aenv.test_fill=N: writes N MiB to /dev/vda (its modules are in /modules, in this order: mmio, blk), then counts. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mount.h>
 #include <sys/reboot.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 static long number(const char *line, const char *key) {
     const char *found = strstr(line, key);
     return found ? atol(found + strlen(key)) : -1;
+}
+
+static int fill(long mebibytes) {
+    static char block[1 << 20];
+    const char *modules[] = {"/modules/mmio", "/modules/blk"};
+    for (int i = 0; i < 2; i++) {
+        int module = open(modules[i], O_RDONLY);
+        if (module < 0 || syscall(SYS_finit_module, module, "", 0) != 0) {
+            perror(modules[i]);
+            return -1;
+        }
+    }
+    mount("dev", "/dev", "devtmpfs", 0, NULL);
+    int disk = open("/dev/vda", O_WRONLY | O_SYNC);
+    memset(block, 'b', sizeof(block));
+    for (long i = 0; i < mebibytes; i++)
+        if (write(disk, block, sizeof(block)) != sizeof(block)) {
+            perror("write");
+            return -1;
+        }
+    printf("disk filled\n");
+    return 0;
 }
 
 int main(void) {
@@ -25,6 +49,9 @@ int main(void) {
         return 1;
     }
     long poweroff = number(line, "aenv.test_poweroff="), panic = number(line, "aenv.test_panic=");
+    long mebibytes = number(line, "aenv.test_fill=");
+    if (mebibytes > 0 && fill(mebibytes) != 0)
+        return 4;
     if (strstr(line, "aenv.test_flood"))
         for (;;)
             printf("%0250d\n", 0);

@@ -18,6 +18,7 @@ import structlog
 from agentenv.config import MIB
 from agentenv.errors import VmmError
 from agentenv.vmm.base import DiskFormat, MachineConfig, MachineExit, MachineRecord, MachineStats
+from agentenv.vmm.caretaker import Caretaker
 from agentenv.vmm.console import LogKeeper, exit_reason
 from agentenv.vmm.host import machine_uid, may_change_user
 from agentenv.vmm.memory import create_memory_file, file_bytes, memory_path, prepare_memory_dir
@@ -156,6 +157,23 @@ class QemuMachine:
             self._exit = self._exit or MachineExit(exit_code=code, reason=reason)
         return self._exit
 
+    def cpu_time_s(self) -> float | None:
+        """CPU time of the process so far, None when it has ended."""
+        usage = self._process.usage()
+        return None if usage is None else usage.cpu_time_s
+
+    async def resume_after_io_error(self) -> bool:
+        """Resume the machine if a write that found no space on the host stopped it; whether it was."""
+        async with self._qmp() as qmp:
+            status = await qmp.execute("query-status", timeout_s=_COMMAND_TIMEOUT_S)
+            if status["status"] != "io-error":
+                return False
+            await qmp.execute("cont", timeout_s=_COMMAND_TIMEOUT_S)
+            return True
+
+    def __str__(self) -> str:
+        return self._directory.name
+
     def console_log(self) -> Path:
         """The capped file with the guest's serial output."""
         return self._directory / CONSOLE_NAME
@@ -233,6 +251,7 @@ class QemuVmm:
         self.memory_dir = memory_dir
         self._logs = LogKeeper()
         self._machines: set[QemuMachine] = set()
+        self._caretaker = Caretaker(lambda: self._machines)
         self._used_memory = False
 
     @property
@@ -288,6 +307,7 @@ class QemuVmm:
 
     async def close(self) -> None:
         """Let go of every machine without ending any; for a server that stops."""
+        await self._caretaker.close()
         for machine in self._machines:
             machine.detach()
         self._machines.clear()
@@ -299,6 +319,7 @@ class QemuVmm:
     def _keep(self, machine: QemuMachine) -> None:
         self._machines = {known for known in self._machines if known.running}
         self._machines.add(machine)
+        self._caretaker.start()
         self._used_memory = True
 
     async def _start(self, config: MachineConfig, state: Path | None, memory_file: Path) -> QemuMachine:
