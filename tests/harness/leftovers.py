@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 CLAIMS = Path("/run/aenv/slots")
@@ -29,7 +30,6 @@ def leftovers_of(home: Path) -> list[str]:
     sandboxes = home / "sandboxes"
     names = [path.name for path in sandboxes.iterdir()] if sandboxes.is_dir() else []
     found += [f"directory {name}" for name in names]
-    for memory in Path("/dev/shm").glob("*aenv*"):
-        if any(name in memory.name for name in names):
-            found.append(f"memory file {memory}")
+    owner = hashlib.sha256(str(home).encode()).hexdigest()[:12]
+    found += [f"memory file {memory}" for memory in Path("/dev/shm", f"aenv-{owner}").glob("*")]
     return found
