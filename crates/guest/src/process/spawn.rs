@@ -22,6 +22,7 @@ const NOT_FOUND: c_int = 127;
 const NOT_EXECUTABLE: c_int = 126;
 /// The kernel's number of signals.
 const SIGNALS: c_int = 64;
+static DEFAULT_ACTION: [u64; 4] = [0; 4];
 
 /// The three standard streams of a child.
 pub struct Streams<'a> {
@@ -174,9 +175,16 @@ unsafe fn prepare(plan: &Plan<'_>) -> Result<(), (&'static str, c_int)> {
     // SAFETY: system calls only; every pointer is into `plan` or static. Users and groups are set by raw calls because
     // the C library's would change all threads of the agent, whose memory this is.
     unsafe {
+        // The C library would refuse the signals that it keeps for itself, so the kernel is asked; all zero is the
+        // default disposition in its `struct sigaction`. It refuses SIGKILL and SIGSTOP, rightly.
         for signal in 1..=SIGNALS {
-            // Those of the C library itself and SIGKILL, SIGSTOP are refused, rightly.
-            libc::signal(signal, libc::SIG_DFL);
+            libc::syscall(
+                libc::SYS_rt_sigaction,
+                signal,
+                DEFAULT_ACTION.as_ptr(),
+                ptr::null::<u64>(),
+                size_of::<u64>(),
+            );
         }
         // A descriptor of ours is never below 3, so none is overwritten before it is copied.
         for (target, source) in plan.stdio.iter().enumerate() {
