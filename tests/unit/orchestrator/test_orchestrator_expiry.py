@@ -38,6 +38,7 @@ async def test_each_at_its_own_time(server: Server, world: World) -> None:
 
 async def test_wall_clock_that_is_set_forward_is_noticed(server: Server, world: World) -> None:
     await server.orchestrator.create(wish(timeout_s=3600))
+    await world.clock.advance(1)  # the loop sleeps now
     world.clock.wall_offset += timedelta(hours=1)
     await world.clock.advance(30)
     await server.settle()
