@@ -48,7 +48,7 @@ async def measure(direct: str, through: str) -> None:
         f"interleaved; then {BURST} at once; then {MIB} MiB to and from `/files` (page cache, median of 3).",
         ["way", "p50 ms", "beyond direct", "p95 ms", "p99 ms", "at once, per s", "upload MB/s", "download MB/s"],
         rows,
-        "Budget (design §6): through the port at most 1 ms beyond the agent directly. The client (aiohttp), the proxy and "
+        "Budget (design §6): through the port at most 1 ms beyond the agent directly. The client, the proxy and "
         "the agent share the cores of one machine, so that throughput is what is left for each.",
     )
 
