@@ -28,6 +28,7 @@ import pytest
 from agentenv.config import Settings, VmmSettings, load_settings
 from agentenv.errors import AgentEnvError, VmmError
 from agentenv.guest.assets import load_assets
+from agentenv.orchestrator.orphans import HostOrphans
 from agentenv.vmm import caretaker, console, probe
 from agentenv.vmm.base import Disk, GuestNetwork, Machine, MachineConfig, MachineRecord, NetworkInterface
 from agentenv.vmm.host import machine_uid, may_change_user, measure_tsc_khz, read_qemu_version
@@ -35,7 +36,6 @@ from agentenv.vmm.probe_guest import ArchiveEntry, newc_archive
 from agentenv.vmm.qemu import QemuVmm
 from agentenv.vmm.qemu_command import Acceleration
 from agentenv.vmm.qmp import QmpClient
-from agentenv.vmm.records import MachineReaper
 from harness.server import built_home
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
@@ -148,7 +148,7 @@ async def lab(tmp_path: Path, kernel: Path, initramfs: Path, namespaces: tuple[P
         assert made.leftovers() == []
     finally:
         await made.vmm.close()
-        await MachineReaper(made.sandboxes, made.memory_dir).reap([])
+        await HostOrphans(made.sandboxes, made.memory_dir).reap([])
         shutil.rmtree(made.memory_dir, ignore_errors=True)
 
 
@@ -418,7 +418,7 @@ async def test_a_machine_outlives_its_server_and_is_adopted(lab: Lab) -> None:
 async def test_what_a_killed_server_left_is_reaped(lab: Lab) -> None:
     live = await lab.vmm.boot(lab.config("live", namespace=1))
     record = await asyncio.to_thread(boot_elsewhere, lab, lab.config("orphan"))
-    removed = await MachineReaper(lab.sandboxes, lab.memory_dir).reap([live.record])
+    removed = await HostOrphans(lab.sandboxes, lab.memory_dir).reap([live.record])
     assert [line for line in removed if str(record.pid) in line]
     assert lab.processes() == [live.record.pid]
     assert [path.name for path in lab.memory_dir.iterdir()] == ["live.mem"]

@@ -12,7 +12,7 @@ import asyncio
 import fcntl
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +20,6 @@ import structlog
 
 from agentenv.errors import VmmError
 from agentenv.vmm.base import MachineRecord
-from agentenv.vmm.memory import remove_stray_memory
 from agentenv.vmm.process import LOCK_NAME, ProcessHandle, read_start_time
 
 log = structlog.get_logger(__name__)
@@ -181,34 +180,3 @@ async def reap(record: MachineRecord, socket_names: Collection[str] = ("qmp.sock
             process.detach()
         log.info("machine_reaped", pid=record.pid, directory=record.directory)
     await asyncio.to_thread(remove_traces, record, socket_names)
-
-
-class MachineReaper:
-    """The orchestrator's `OrphanReaper`: removes what no live machine owns.
-
-    Args:
-        sandboxes_dir: parent of the machines' directories.
-        memory_dir: where this home's memory files lie (`QemuVmm.memory_dir`).
-    """
-
-    def __init__(self, sandboxes_dir: Path, memory_dir: Path) -> None:
-        self._sandboxes_dir = sandboxes_dir
-        self._memory_dir = memory_dir
-
-    async def reap(self, live: Collection[MachineRecord]) -> Sequence[str]:
-        """End every VMM process below the sandboxes, and remove every memory file, that no record in `live` names.
-
-        Returns what was removed, in words. The processes are gone when this returns.
-
-        Raises:
-            VmmError: a process does not end, or a file cannot be removed.
-        """
-        removed = []
-        for record in await find_orphans(self._sandboxes_dir, [Path(record.directory) for record in live]):
-            await reap(record)
-            removed.append(
-                f"process {record.pid} of {record.directory}" if record.pid else f"files of {record.directory}"
-            )
-        kept = {record.memory_file for record in live}
-        strays = await asyncio.to_thread(remove_stray_memory, self._memory_dir, kept)
-        return [*removed, *(f"memory file {path}" for path in strays)]

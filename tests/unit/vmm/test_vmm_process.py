@@ -16,9 +16,10 @@ import pytest
 import uvloop
 
 from agentenv.errors import VmmError
+from agentenv.orchestrator.orphans import HostOrphans
 from agentenv.vmm.base import MachineRecord
 from agentenv.vmm.process import ProcessHandle, finish_in_thread, read_start_time, take_lock
-from agentenv.vmm.records import INTENT_NAME, MachineReaper, find_orphans, reap, write_intent
+from agentenv.vmm.records import INTENT_NAME, find_orphans, reap, write_intent
 
 SLEEP = "/bin/sleep"
 
@@ -250,7 +251,7 @@ async def test_orphans_in_removed_directories_and_files_without_process(tmp_path
     (root / "files" / "qmp.sock").touch()
     record = MachineRecord("qemu", "1", live.pid, live.start_time, str(root / "live"), str(memory_dir / "live.mem"))
 
-    removed = await MachineReaper(root, memory_dir).reap([record])
+    removed = await HostOrphans(root, memory_dir).reap([record])
 
     assert len(removed) == 3, removed
     assert any(str(gone.pid) in line for line in removed)
@@ -259,7 +260,7 @@ async def test_orphans_in_removed_directories_and_files_without_process(tmp_path
     assert sorted(path.name for path in memory_dir.iterdir()) == ["live.mem", "unrelated"]
     assert list((root / "files").iterdir()) == []
     assert (root / "live" / INTENT_NAME).exists()
-    assert await MachineReaper(root, memory_dir).reap([record]) == []
+    assert await HostOrphans(root, memory_dir).reap([record]) == []
     live.kill()
     await ended(live)
 
