@@ -14,9 +14,9 @@ from pathlib import Path
 
 import aiohttp
 
-from harness.agent import native_agent, run_command
-from harness.ingress import SANDBOX, ingress
-from harness.report import percentiles, write_section
+from support.agent import native_agent, run_command
+from support.ingress import SANDBOX, ingress
+from support.report import percentiles, write_section
 
 GUEST = "127.0.0.2"
 PORT = 49983
