@@ -25,6 +25,8 @@ from agentenv.storage.disks import DiskStore
 from agentenv.templates.store import TemplateStore
 from agentenv.vmm.base import GuestNetwork, MachineConfig, NetworkInterface
 from agentenv.vmm.probe import choose_vmm
+from harness.server import RunningServer
+from support.agent import run_command
 from support.report import percentiles, write_section
 
 
@@ -122,12 +124,12 @@ async def measure(server: RunningServer, rounds: int) -> None:
     write_section(
         "lifecycle",
         "Create, first exec, kill",
-        f"{description}. {rounds} rounds; in each a raw boot of the same template with the VMM room alone, then a create "
-        "through the API, one command, one kill.",
+        f"{description}. {rounds} rounds; in each a raw boot of the same template with the VMM room alone, then a "
+        "create through the API, one command, one kill.",
         ["step", "p50 ms", "p95 ms", "p99 ms"],
         rows,
-        f"Create beyond the raw boot, difference of medians: {share * 1000:+.0f} ms. It holds the agent's `/init`, which "
-        "under emulation costs translation of guest code that runs for the first time.",
+        f"Create beyond the raw boot, difference of medians: {share * 1000:+.0f} ms. It holds the agent's `/init`, "
+        "which under emulation costs translation of guest code that runs for the first time.",
     )
 
 
