@@ -1,17 +1,41 @@
-//! Placeholder of the files room: it serves nothing until the filesystem service and `/files` replace it.
+//! Files of the guest for clients: the RPC service `filesystem.Filesystem` and the HTTP routes under `/files`.
 //!
-//! What is to come here: `filesystem.Filesystem` built with [`crate::rpc::Service`], and `GET|POST /files` and
-//! `POST /files/compose` as plain axum routes that fail with [`crate::agent::error::HttpError`]. `GET|POST /files` are
-//! exempt from the token middleware and check token or signature by themselves (`AgentState::access_token`,
-//! `AgentState::token_matches`); everything else is checked before it arrives here.
+//! Everything here acts as root, whoever asks; users decide where relative paths start and who owns what is made.
 
-use std::sync::Arc;
+mod blocking;
+mod create;
+mod entry;
+mod failure;
+mod list;
+mod metadata;
+mod operations;
+mod owners;
+mod remove;
+mod service;
+mod signature;
+mod transfer;
+mod watch;
+mod xattr;
+
+use std::{io, sync::Arc};
 
 use axum::Router;
 
 use crate::agent::state::AgentState;
 
 /// All routes of this room. `agent::server` merges them with the others.
-pub fn router(_state: Arc<AgentState>) -> Router {
-    Router::new()
+pub fn router(state: Arc<AgentState>) -> Router {
+    service::router(Arc::clone(&state)).merge(transfer::router(state))
+}
+
+/// `prefix` and 24 hexadecimal digits nobody can guess.
+fn random_name(prefix: &str) -> io::Result<String> {
+    let mut bytes = [0u8; 12];
+    // SAFETY: the buffer is valid for the length given with it.
+    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    if usize::try_from(got) != Ok(bytes.len()) {
+        return Err(io::Error::last_os_error());
+    }
+    let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok(format!("{prefix}{digits}"))
 }
