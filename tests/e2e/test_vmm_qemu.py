@@ -29,8 +29,9 @@ from agentenv.config import Settings, VmmSettings, load_settings
 from agentenv.errors import AgentEnvError, VmmError
 from agentenv.guest.assets import load_assets
 from agentenv.orchestrator.orphans import HostOrphans
+from agentenv.storage.disks import DiskStore
 from agentenv.vmm import caretaker, console, probe
-from agentenv.vmm.base import Disk, GuestNetwork, Machine, MachineConfig, MachineRecord, NetworkInterface
+from agentenv.vmm.base import Disk, DiskFormat, GuestNetwork, Machine, MachineConfig, MachineRecord, NetworkInterface
 from agentenv.vmm.host import machine_uid, may_change_user, measure_tsc_khz, read_qemu_version
 from agentenv.vmm.probe_guest import ArchiveEntry, newc_archive
 from agentenv.vmm.qemu import QemuVmm
@@ -441,6 +442,39 @@ async def test_a_flooding_guest_cannot_fill_the_disk(lab: Lab, monkeypatch: pyte
     data = machine.console_log().read_bytes()
     assert b"\0" not in data, "the cut left a hole"
     await machine.kill()
+
+
+async def test_a_saved_machine_keeps_its_overlay_disk(lab: Lab) -> None:
+    template = lab.root / "template.raw"
+    with template.open("wb") as file:
+        file.truncate(8 << 20)
+    config = lab.config("one", "aenv.test_fill=4")
+    disk = await DiskStore(frozenset({DiskFormat.QCOW2})).create(template, config.directory)
+    machine = await lab.vmm.boot(dataclasses.replace(config, disks=(disk,)))
+    await counting(machine, 0)
+    await machine.pause()
+    await machine.save_state(lab.root / "state")
+    await machine.resume()
+    await counting(machine, counts_in(text_of(machine))[-1] + 1)
+    await machine.pause()
+    await machine.save_state(lab.root / "state")
+    last = counts_in(text_of(machine))[-1]
+    clone_config = lab.config("clone")
+    copy = lab.root / "copy.qcow2"
+    shutil.copyfile(disk.path, copy)
+    memory = lab.memory_dir / "clone.mem"
+    shutil.copyfile(machine.record.memory_file or "", memory)
+    await machine.kill()
+    disk.path.unlink()
+    clone = await lab.vmm.load(
+        dataclasses.replace(clone_config, disks=(Disk(copy, disk.format),)), lab.root / "state", memory
+    )
+    await clone.resume()
+    await counting(clone, last + 1)
+    await clone.kill()
+    raw = lab.root / "raw"
+    await asyncio.to_thread(subprocess.run, ["qemu-img", "convert", "-O", "raw", copy, raw], check=True)
+    assert raw.read_bytes() == b"b" * (4 << 20) + b"\0" * (4 << 20)
 
 
 @pytest.fixture
