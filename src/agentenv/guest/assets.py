@@ -28,7 +28,8 @@ from agentenv.guest.rootfs import Progress
 MANIFEST = "assets.json"
 _LAYOUT = 1
 """Raised when the content of the initramfs or of the kernel directory changes for the same inputs."""
-_KEPT_INITRAMFS = 3
+_KEPT = {"initramfs-*": 3, "vmlinux-*": 2}
+"""How many files of a kind stay, the newest first: a running server may boot from an older one."""
 _MEND = "run `make setup`"
 
 
@@ -239,10 +240,11 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
 
 
 def _remove_old(directory: Path, manifest: dict[str, Any]) -> None:
-    """Drop what no manifest names any more, but the last few initramfs: a running server may boot from one of them."""
+    """Drop what the manifest does not name any more, but for the newest few of `_KEPT`."""
     named = {manifest["kernel"]["file"], manifest["initramfs"]["file"], *_module_files(manifest["kernel"])}
-    initramfs = sorted(directory.glob("initramfs-*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    named.update(path.name for path in initramfs[:_KEPT_INITRAMFS])
-    for path in [*initramfs, *directory.glob("*.ko")]:
-        if path.name not in named:
-            path.unlink(missing_ok=True)
+    old = [path for path in directory.glob("*.ko") if path.name not in named]
+    for pattern, kept in _KEPT.items():
+        newest_first = sorted(directory.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
+        old += [path for path in newest_first[kept:] if path.name not in named]
+    for path in old:
+        path.unlink()

@@ -81,13 +81,15 @@ def test_another_guest_program_makes_another_initramfs_only(home: Home) -> None:
     assert (second.kernel, second.kernel.stat().st_mtime_ns) == (first.kernel, written)
 
 
-def test_old_initramfs_do_not_pile_up(home: Home) -> None:
-    for number in range(6):
+def test_old_files_do_not_pile_up(home: Home) -> None:
+    for number in range(5):
         home.set_program(f"1.0.{number}")
+        home.kernel.write_bytes(elf_samples.vmlinux(f"6.99.{10**number}-test"))
         newest = home.build()
-    kept = [name for name in home.names() if name.startswith("initramfs-")]
-    assert len(kept) == 3
-    assert newest.initramfs.name in kept
+    for prefix, count, current in (("initramfs-", 3, newest.initramfs), ("vmlinux-", 2, newest.kernel)):
+        kept = [name for name in home.names() if name.startswith(prefix)]
+        assert len(kept) == count
+        assert current.name in kept
 
 
 def test_another_kernel_is_noticed(home: Home) -> None:
