@@ -277,18 +277,30 @@ async fn stdin_is_a_pipe_unless_refused() {
         agent.unary("SendInput", input.clone()).await,
         (200, json!({}))
     );
-    for _ in 0..2 {
-        assert_eq!(
-            agent
-                .unary("CloseStdin", json!({"process": {"tag": "cat"}}))
-                .await,
-            (200, json!({}))
-        );
-    }
+    let close = json!({"process": {"tag": "cat"}});
+    assert_eq!(agent.unary("CloseStdin", close).await, (200, json!({})));
     let outcome = call.finish().await;
     assert_eq!(outcome.stdout, b"hello\xff");
     let (status, error) = agent.unary("SendInput", input).await;
     assert_eq!((status, &error["code"]), (404, &json!("not_found")));
+}
+
+#[tokio::test]
+async fn stdin_may_be_closed_twice_but_not_written_then() {
+    let agent = Agent::start();
+    let message = json!({"process": {"cmd": "sleep", "args": ["600"]}});
+    let mut call = agent.start_process(message, &[]).await;
+    let process = json!({"pid": call.pid().await});
+    for _ in 0..2 {
+        let closed = agent.unary("CloseStdin", json!({"process": process}));
+        assert_eq!(closed.await, (200, json!({})));
+    }
+    let input = json!({"process": process, "input": {"stdin": "eA=="}});
+    let (status, error) = agent.unary("SendInput", input).await;
+    assert_eq!((status, &error["code"]), (500, &json!("internal")));
+    let kill = json!({"process": process, "signal": "SIGNAL_SIGKILL"});
+    agent.unary("SendSignal", kill).await;
+    call.finish().await;
 }
 
 #[tokio::test]
