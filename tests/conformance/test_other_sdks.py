@@ -49,7 +49,7 @@ def test_python_2_45(server: RunningServer) -> None:
         "--confcutdir",
         str(suite),
         "-c",
-        str(suite / "pytest.ini"),
+        str(suite / "standalone.ini"),
         str(suite),
     ]
     _run([str(OLD_SDK), "-m", "pytest", *arguments], suite, server)

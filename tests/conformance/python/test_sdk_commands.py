@@ -181,12 +181,23 @@ def test_terminal(sandbox: Sandbox) -> None:
 
 def test_terminal_interrupt_and_kill(sandbox: Sandbox) -> None:
     terminal = sandbox.pty.create(PtySize(rows=24, cols=80), timeout=120)
-    sandbox.pty.send_stdin(terminal.pid, b"sleep 1000\n\x03")
-    sandbox.pty.send_stdin(terminal.pid, b"\x03echo still-$((40+2))\n")
-    for _stdout, _stderr, pty in terminal:
-        if pty and b"still-42" in pty:
-            break
+    seen = bytearray()
+
+    def wait_for(text: bytes) -> None:
+        for _stdout, _stderr, output in terminal:
+            seen.extend(output or b"")
+            if text in seen:
+                return
+
+    sandbox.pty.send_stdin(terminal.pid, b"sh -c 'echo begun-$((1+1)); exec sleep 987654'\n")
+    wait_for(b"begun-2")
+    sandbox.pty.send_stdin(terminal.pid, b"\x03")
+    sandbox.pty.send_stdin(terminal.pid, b"echo still-$((40+2))\n")
+    again = sandbox.pty.connect(terminal.pid, timeout=120)
+    assert again.pid == terminal.pid
+    assert sandbox.commands.run("while pgrep -f 'sleep 98765[4]'; do sleep 0.1; done", timeout=60).exit_code == 0
     assert sandbox.pty.kill(terminal.pid) is True
+    assert sandbox.pty.kill(terminal.pid) is False
 
 
 def test_error_of_a_dead_sandbox(endpoint: str) -> None:
