@@ -36,12 +36,12 @@ class RawBoots:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._assets = load_assets(settings)
-        self._template = TemplateStore(settings.paths, settings).resolve("base")
         self._slots = SlotPool(settings.network, settings.home / "raw")
         self._count = 0
 
     async def __aenter__(self) -> RawBoots:
         (self._settings.home / "raw").mkdir()
+        self._template = await TemplateStore(self._settings.paths, self._settings).resolve("base")
         self._vmm = await choose_vmm(self._settings, self._assets.kernel)
         self._disks = DiskStore(self._vmm.disk_formats)
         await self._slots.start(())
@@ -58,14 +58,15 @@ class RawBoots:
     async def boot(self) -> float:
         """One boot from disk to a listening agent, seconds."""
         self._count += 1
-        directory = self._settings.home / "raw" / f"boot{self._count}"
+        name = f"raw{self._count}"
+        directory = self._settings.home / "raw" / name
         directory.mkdir()
         begun = time.perf_counter()
         disk = await self._disks.create(self._template.rootfs, directory)
         slot = await self._slots.acquire()
         machine = await self._vmm.boot(
             MachineConfig(
-                machine_id=f"raw{self._count}",
+                machine_id=name,
                 directory=directory,
                 kernel=self._assets.kernel,
                 initramfs=self._assets.initramfs,

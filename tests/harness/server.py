@@ -85,12 +85,13 @@ class RunningServer:
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
 
-    def start(self, *, listen: str = "127.0.0.1:0") -> None:
-        """Start the process and wait for its ready line.
+    def start(self) -> None:
+        """Start the process and wait for its ready line. A second start takes the address of the first.
 
         Raises:
             AssertionError: it ended instead; the message carries the end of its log.
         """
+        listen = self.url.removeprefix("http://") or "127.0.0.1:0"
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [str(AENV), "serve", "--listen", listen],
