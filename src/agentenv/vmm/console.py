@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def exit_reason(console: Path, error_log: Path, exit_code: int | None) -> str:
-    """Why a machine ended, for people: from the VMM's own errors, a kernel panic, or the last words of the guest."""
+    """Why a machine ended, for people: from a kernel panic, the VMM's own errors, init's, or the guest's last words."""
     guest = last_lines(console, 40)
     panic = next((line for line in guest if "Kernel panic" in line), None)
     if panic is not None:
@@ -116,4 +117,23 @@ def exit_reason(console: Path, error_log: Path, exit_code: int | None) -> str:
         errors = last_lines(error_log, 1)
         if errors:
             return errors[0]
-    return guest[-1] if guest else "the machine ended without a word"
+    return _complaint_of_init(guest) or (guest[-1] if guest else "the machine ended without a word")
+
+
+def _complaint_of_init(lines: list[str]) -> str | None:
+    """What the guest's init gave up over: an error as the last line of any of our programs.
+
+    The kernel's lines after it ("reboot: Power down") are consequences; an error that a line of ours follows was
+    survived.
+    """
+    for line in reversed(lines):
+        if not line.startswith("{"):
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and "logger" in entry:
+            gave_up = entry["logger"] == "init" and entry.get("level") == "error"
+            return str(entry.get("message")) if gave_up else None
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -72,6 +73,10 @@ def test_last_lines_of_binary_noise(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "missing", 3) == []
 
 
+def _line(level: str, message: str, logger: str = "init") -> str:
+    return json.dumps({"timestamp": "2026-01-01T00:00:00Z", "level": level, "logger": logger, "message": message})
+
+
 @pytest.mark.parametrize(
     ("guest", "errors", "code", "expected"),
     [
@@ -86,6 +91,9 @@ def test_last_lines_of_binary_noise(tmp_path: Path) -> None:
         ("a\n", "", -signal.SIGKILL, "ended by signal 9"),
         ("last words\n", "", None, "last words"),
         ("", "", 0, "without a word"),
+        (f"{_line('error', 'no disk')}\n[ 61.0] reboot: Power down\n", "", 0, "no disk"),
+        (f"{_line('error', 'agent died')}\n{_line('info', 'shutting down')}\n[ 9.0] off\n", "", 0, "[ 9.0] off"),
+        (f"{_line('error', 'failed', 'envd')}\n{{not json\n[ 9.0] off\n", "", 0, "[ 9.0] off"),
     ],
 )
 def test_why_a_machine_ended(tmp_path: Path, guest: str, errors: str, code: int | None, expected: str) -> None:

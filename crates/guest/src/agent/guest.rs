@@ -14,6 +14,8 @@ use nix::{
     unistd::sethostname,
 };
 
+use crate::init::HOSTS_MARK;
+
 /// The clock is set when it is behind by more than this, or ahead by more than the other.
 const MAX_BEHIND: Duration = Duration::from_millis(50);
 const MAX_AHEAD: Duration = Duration::from_secs(5);
@@ -100,14 +102,15 @@ pub fn set_hostname(name: &str, etc: &Path) -> io::Result<()> {
     write_atomically(&hosts, with_own_name(&text, name).as_bytes())
 }
 
-/// `hosts` with one line for 127.0.1.1, the customary address of a machine's own name.
+/// `hosts` with one line of ours, for 127.0.1.1, the customary address of a machine's own name. It replaces the marked
+/// one that init wrote; lines of the image stay.
 fn with_own_name(hosts: &str, name: &str) -> String {
     let mut text: String = hosts
         .lines()
-        .filter(|line| line.split_whitespace().next() != Some("127.0.1.1"))
+        .filter(|line| !line.trim_end().ends_with(HOSTS_MARK))
         .flat_map(|line| [line, "\n"])
         .collect();
-    text.push_str(&format!("127.0.1.1\t{name}\n"));
+    text.push_str(&format!("127.0.1.1\t{name}\t{HOSTS_MARK}\n"));
     text
 }
 
@@ -167,10 +170,13 @@ fn with_section(text: &str, section: &str) -> String {
     format!("{kept}{SECTION_BEGIN}{}\n{SECTION_END}", section.trim())
 }
 
+/// A file's text; empty when it is missing. Bytes that are no UTF-8 are replaced: a comment in an old encoding must not
+/// keep a sandbox from starting.
 fn read_or_empty(path: &Path) -> io::Result<String> {
-    match fs::read_to_string(path) {
+    match fs::read(path) {
+        Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
-        other => other,
+        Err(error) => Err(error),
     }
 }
 
@@ -208,14 +214,24 @@ mod tests {
 
     #[test]
     fn hosts_keeps_other_lines_and_names_us_once() {
-        let hosts = "127.0.0.1\tlocalhost\n127.0.1.1\told old.lan\n# 127.0.1.1 comment\n";
+        let hosts =
+            "127.0.0.1\tlocalhost\n127.0.1.1\tbooted\t# agentenv\n127.0.1.1\tof-the-image\n";
         let once = with_own_name(hosts, "new");
         assert_eq!(
             once,
-            "127.0.0.1\tlocalhost\n# 127.0.1.1 comment\n127.0.1.1\tnew\n"
+            "127.0.0.1\tlocalhost\n127.0.1.1\tof-the-image\n127.0.1.1\tnew\t# agentenv\n"
         );
         assert_eq!(with_own_name(&once, "new"), once);
-        assert_eq!(with_own_name("", "new"), "127.0.1.1\tnew\n");
+        assert_eq!(with_own_name("", "new"), "127.0.1.1\tnew\t# agentenv\n");
+    }
+
+    #[test]
+    fn a_file_in_an_old_encoding_is_read() {
+        let etc = tempfile::tempdir().unwrap();
+        let path = etc.path().join("hosts");
+        assert_eq!(read_or_empty(&path).unwrap(), "");
+        fs::write(&path, b"# caf\xe9\n10.0.0.1 db\n").unwrap();
+        assert!(read_or_empty(&path).unwrap().ends_with("\n10.0.0.1 db\n"));
     }
 
     #[test]

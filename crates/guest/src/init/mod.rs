@@ -23,6 +23,7 @@ use std::{
 use anyhow::{Context, Result};
 
 use cmdline::BootConfig;
+pub use files::HOSTS_MARK;
 use supervise::{Signals, Supervisor};
 
 /// How long the root disk may take to appear; an emulated host under load probes slowly.
