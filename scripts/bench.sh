@@ -6,5 +6,5 @@ source "$(dirname "$0")/environment.sh"
 
 for bench in bench/*.py; do
     step "$bench"
-    as_root .venv/bin/python "$bench"
+    "${AS_ROOT[@]}" .venv/bin/python "$bench"
 done

@@ -8,11 +8,11 @@ scratch=$(mktemp -d)
 ready=$scratch/ready
 log=$scratch/server.log
 mkfifo "$ready"
-as_root .venv/bin/aenv serve --listen 127.0.0.1:0 --drain >"$ready" 2>"$log" &
+"${AS_ROOT[@]}" .venv/bin/aenv serve --listen 127.0.0.1:0 --drain >"$ready" 2>"$log" &
 server=$!
 stop() {
     if kill -0 "$server" 2>/dev/null; then
-        as_root kill -TERM "$server" 2>/dev/null || true
+        "${AS_ROOT[@]}" kill -TERM "$server" 2>/dev/null || true
         wait "$server" || true
     fi
     rm -rf "$scratch"
@@ -29,7 +29,7 @@ echo "$line"
 url=${line##* }
 
 export E2B_API_URL=$url E2B_SANDBOX_URL=$url
-E2B_API_KEY=${AENV_API_KEY:-$(as_root cat "$(as_root .venv/bin/aenv home)/secrets/api-key")}
+E2B_API_KEY=${AENV_API_KEY:-$("${AS_ROOT[@]}" cat "$("${AS_ROOT[@]}" .venv/bin/aenv home)/secrets/api-key")}
 export E2B_API_KEY
 step "examples/quickstart.py"
 if ! .venv/bin/python examples/quickstart.py; then

@@ -11,15 +11,14 @@ export PATH="$HOME/.cargo/bin:$PATH:/usr/sbin:/sbin"
 GUEST_TARGET="$(uname -m)-unknown-linux-gnu"
 GUEST_BINARY="build/aenv-guest"
 
-as_root() {
-    if [ "$(id -u)" -eq 0 ]; then
-        "$@"
-    elif command -v sudo >/dev/null; then
-        sudo --preserve-env=AENV_HOME,AENV_CACHE,AENV_CONFIG,AENV_API_KEY,PATH "$@"
-    else
-        echo "this step needs root, and there is no sudo: $*" >&2
-        return 1
+# How to become root, as words in front of a command, so that a command in the background keeps its own pid.
+AS_ROOT=()
+if [ "$(id -u)" -ne 0 ]; then
+    if ! command -v sudo >/dev/null; then
+        echo "this needs root for system packages and network namespaces, and there is no sudo" >&2
+        exit 1
     fi
-}
+    AS_ROOT=(sudo "--preserve-env=AENV_HOME,AENV_CACHE,AENV_CONFIG,AENV_API_KEY,CI,PATH")
+fi
 
 step() { printf '\033[1m==> %s\033[0m\n' "$*"; }

@@ -58,9 +58,9 @@ if [ "${#packages[@]}" -gt 0 ] || ! rust_is_new_enough; then
         exit 1
     fi
     step "system packages: ${packages[*]:-none}"
-    as_root apt-get update -qq
+    "${AS_ROOT[@]}" apt-get update -qq
     if [ "${#packages[@]}" -gt 0 ]; then
-        as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
+        "${AS_ROOT[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
     fi
 fi
 
@@ -72,7 +72,7 @@ install_rust() { # distribution packages first, rustup where they are too old
         local version
         version=$(apt-cache policy "${candidate%%,*}" 2>/dev/null | awk '/Candidate:/ { print $2 }')
         if [ -n "$version" ] && [ "$version" != "(none)" ] && dpkg --compare-versions "$version" ge "$MINIMUM_RUST"; then
-            as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends ${candidate//,/ } >/dev/null
+            "${AS_ROOT[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends ${candidate//,/ } >/dev/null
             return
         fi
     done
@@ -110,4 +110,4 @@ fi
 # --- guest assets and the base template -----------------------------------------------------------------------------
 
 step "guest assets and the base template"
-as_root .venv/bin/aenv assets build --guest-binary "$GUEST_BINARY"
+"${AS_ROOT[@]}" .venv/bin/aenv assets build --guest-binary "$GUEST_BINARY"

@@ -11,4 +11,4 @@ cargo test --locked --quiet --workspace
 step "conformance clients"
 scripts/conformance-clients.sh
 step "Python tests"
-as_root .venv/bin/python -m pytest "$@"
+"${AS_ROOT[@]}" .venv/bin/python -m pytest "$@"

@@ -43,6 +43,11 @@ from agentenv.vmm.base import Disk, GuestNetwork, Machine, MachineConfig, Networ
 from agentenv.vmm.console import last_lines
 
 _log = structlog.get_logger(__name__)
+_BOOTS = 2
+
+
+class _GuestEndedError(SandboxStartError):
+    """The VM ended before its agent was ready."""
 
 
 @dataclass(slots=True)
@@ -110,17 +115,33 @@ class Launcher:
         assert disk is not None  # noqa: S101 - make_disk returned
         slot = holdings.slot
         assert slot is not None  # noqa: S101 - _take_slot returned
+        for boots_left in reversed(range(_BOOTS)):
+            outcome = await self._bring_up(plan, holdings, disk, slot)
+            if isinstance(outcome, AgentInfo):
+                return outcome
+            if not isinstance(outcome, _GuestEndedError) or not boots_left:
+                raise outcome
+            # Emulated kernels crash once in a hundred boots or so, for no fault of the caller.
+            _log.warning("guest_ended_at_boot", sandbox=holdings.sandbox_id, error=outcome.message)
+            assert holdings.machine is not None  # noqa: S101 - it just ended
+            await holdings.machine.kill()
+            await self._disks.remove(holdings.directory)
+            await make_disk()
+        raise AssertionError("the last boot returned or raised")
+
+    async def _bring_up(
+        self, plan: LaunchPlan, holdings: Holdings, disk: Disk, slot: Slot
+    ) -> AgentInfo | AgentEnvError:
+        """Boot once, up to a ready agent or to the error that says why there is none."""
+        self._slots.clear_ready(slot)
         machine = holdings.machine = await self._vmm.boot(self._machine_config(plan, holdings, disk, slot))
         await self._journal.note_machine(holdings.sandbox_id, machine.record, self._host.boot_id(), self._clock.now())
         agent = self._agents(str(slot.address), plan.identity.access_token)
-        outcome = await first(
+        return await first(
             self._machine_end(machine),
             self._introduce(slot, agent, plan.identity),
             self._deadline(machine),
         )
-        if isinstance(outcome, AgentInfo):
-            return outcome
-        raise outcome
 
     async def _take_slot(self, plan: LaunchPlan, holdings: Holdings) -> None:
         slot = holdings.slot = await self._slots.acquire()
@@ -161,7 +182,7 @@ class Launcher:
 
     async def _machine_end(self, machine: Machine) -> AgentInfo | AgentEnvError:
         ended = await machine.wait()
-        return SandboxStartError(f"the VM ended while it started: {ended.reason}")
+        return _GuestEndedError(f"the VM ended while it started: {ended.reason}")
 
 
 class Releaser:

@@ -35,6 +35,9 @@ class SlotPool(Protocol):
     async def wait_ready(self, slot: Slot) -> None:
         """Return when the agent in the slot's guest said that it listens, also if it said so before this call."""
 
+    def clear_ready(self, slot: Slot) -> None:
+        """Forget that an agent listened: another guest boots in the slot."""
+
     async def release(self, slot: Slot) -> None:
         """Take a lent slot back. Idempotent."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
+import sys
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -190,6 +191,8 @@ class World:
         self.agent_ready = asyncio.Event()
         self.agent_ready.set()
         self.vm_dies_at_boot: str | None = None
+        self.dying_boots = sys.maxsize
+        """How many boots die when `vm_dies_at_boot` is set."""
         self.lost_slots: set[int] = set()
 
     def reboot(self) -> None:
@@ -238,6 +241,11 @@ class FakeSlots:
     async def wait_ready(self, slot: Slot) -> None:
         await self._script.at("slots.wait_ready")
         await self._world.agent_ready.wait()
+        if not any(vm.record.version == str(slot.index) for vm in self._world.vms.values()):
+            await asyncio.Event().wait()  # a dead guest says nothing
+
+    def clear_ready(self, slot: Slot) -> None:
+        assert slot.index in self._world.lent
 
     async def release(self, slot: Slot) -> None:
         await self._script.at("slots.release")
@@ -355,7 +363,7 @@ class FakeVmm:
         vm = FakeVm(record, config.directory)
         self._world.memory.add(config.machine_id)
         self._world.vms[config.machine_id] = vm
-        if self._world.vm_dies_at_boot is not None:
+        if self._world.vm_dies_at_boot is not None and len(self.configs) <= self._world.dying_boots:
             self.die(config.machine_id, self._world.vm_dies_at_boot)
         try:
             await self._script.at("vmm.boot done")

@@ -148,6 +148,14 @@ async def test_vm_that_dies_while_starting_tells_why(server: Server, world: Worl
     server.check([])
 
 
+async def test_vm_that_dies_once_while_starting_is_booted_again(server: Server, world: World) -> None:
+    world.vm_dies_at_boot = "Kernel panic - not syncing: Fatal exception in interrupt"
+    world.dying_boots = 1
+    sandbox = await server.orchestrator.create(wish())
+    assert [config.machine_id for config in server.vmm.configs] == [sandbox.id, sandbox.id]
+    server.check([sandbox.id])
+
+
 async def test_silent_agent_ends_the_start_with_its_last_words(world: World) -> None:
     async with Server(world, start_timeout_s=30) as server:
         world.agent_ready.clear()
