@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from agentenv.cli.output import print_json
+from agentenv.cli.output import console, print_json
 from agentenv.config import MIB, Settings, load_settings
 from agentenv.errors import AgentEnvError
 
@@ -62,7 +61,7 @@ def _print_table(findings: list[Finding]) -> None:
     for finding in findings:
         detail = finding.detail.replace("[", "\\[")
         table.add_row(marks[finding.level], finding.name, detail, (finding.mend or "").replace("[", "\\["))
-    Console().print(table)
+    console().print(table)
 
 
 async def examine(settings: Settings) -> list[Finding]:

@@ -31,6 +31,11 @@ def wants_json(choice: OutputFormat | None) -> bool:
     return choice is OutputFormat.JSON
 
 
+def console() -> Console:
+    """Standard output; a table that goes into a pipe is not folded to some terminal's width."""
+    return Console() if sys.stdout.isatty() else Console(width=10_000)
+
+
 def print_json(value: object) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
@@ -41,11 +46,11 @@ def print_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], ch
         print_json(list(rows))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in columns.values():
-        table.add_column(heading, overflow="fold")
+    for number, heading in enumerate(columns.values()):
+        table.add_column(heading, overflow="fold", no_wrap=number == 0)
     for row in rows:
         table.add_row(*(_cell(row.get(key)) for key in columns))
-    Console().print(table)
+    console().print(table)
 
 
 def print_fields(fields: Mapping[str, Any], choice: OutputFormat | None) -> None:
@@ -58,7 +63,7 @@ def print_fields(fields: Mapping[str, Any], choice: OutputFormat | None) -> None
     table.add_column(overflow="fold")
     for key, value in fields.items():
         table.add_row(key, _cell(value))
-    Console().print(table)
+    console().print(table)
 
 
 def _cell(value: Any) -> str:
