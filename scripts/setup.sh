@@ -99,13 +99,17 @@ fi
 # --- guest program --------------------------------------------------------------------------------------------------
 
 step "guest program (cargo build)"
-CARGO_TERM_PROGRESS_WHEN=auto RUSTFLAGS="-C target-feature=+crt-static" \
-    cargo build --release --locked --quiet -p aenv-guest --target "$GUEST_TARGET"
-mkdir -p build
-if ! cmp -s "$CARGO_TARGET_DIR/$GUEST_TARGET/release/aenv-guest" "$GUEST_BINARY"; then
-    install -m 0755 "$CARGO_TARGET_DIR/$GUEST_TARGET/release/aenv-guest" "$GUEST_BINARY.new"
-    mv "$GUEST_BINARY.new" "$GUEST_BINARY"
-fi
+mkdir -p build "$CARGO_TARGET_DIR"
+(
+    # Clones share the cache of compiled crates, and each build puts its program in the same place: build and copy as one.
+    flock 9
+    CARGO_TERM_PROGRESS_WHEN=auto RUSTFLAGS="-C target-feature=+crt-static" \
+        cargo build --release --locked -p aenv-guest --target "$GUEST_TARGET"
+    if ! cmp -s "$CARGO_TARGET_DIR/$GUEST_TARGET/release/aenv-guest" "$GUEST_BINARY"; then
+        install -m 0755 "$CARGO_TARGET_DIR/$GUEST_TARGET/release/aenv-guest" "$GUEST_BINARY.new"
+        mv "$GUEST_BINARY.new" "$GUEST_BINARY"
+    fi
+) 9>"$CARGO_TARGET_DIR/.aenv.lock"
 
 # --- guest assets and the base template -----------------------------------------------------------------------------
 

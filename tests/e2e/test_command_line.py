@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import signal
 import struct
 import subprocess
 import termios
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.vm, pytest.mark.root]
 
 @pytest.fixture(scope="module")
 def sandbox(server: RunningServer) -> Iterator[str]:
-    made = server.aenv("start", "base", "--timeout", "900", "-m", "made=by-cli", "-e", "GREETING=hi", "-o", "table")
+    made = server.aenv("start", "base", "--timeout", "900", "-m", "made=by-cli", "-e", "GREETING=hi")
     assert made.returncode == 0, made.stderr
     sandbox_id = made.stdout.decode().strip()
     yield sandbox_id
@@ -76,6 +77,51 @@ def test_cp_files_and_directories(server: RunningServer, sandbox: str, tmp_path:
     missing = server.aenv("cp", f"{sandbox}:/no/such", str(tmp_path / "x"))
     assert missing.returncode == 1
     assert len(missing.stderr.decode().strip().splitlines()) == 1
+
+
+def test_cp_keeps_modes_and_refuses_what_is_no_file(server: RunningServer, sandbox: str, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret")
+    key.chmod(0o600)
+    assert server.aenv("cp", str(key), f"{sandbox}:/root/key").returncode == 0
+    assert server.aenv("exec", "-u", "root", sandbox, "stat", "-c", "%a", "/root/key").stdout == b"600\n"
+    os.mkfifo(tmp_path / "fifo")
+    refused = server.aenv("cp", str(tmp_path / "fifo"), f"{sandbox}:/tmp/")
+    assert refused.returncode == 1
+    assert b"neither a file nor a directory" in refused.stderr
+
+
+def _running(server: RunningServer, sandbox: str, pattern: str) -> bool:
+    return server.aenv("exec", sandbox, "pgrep", "-f", pattern).returncode == 0
+
+
+def test_a_closed_pipe_ends_the_command(server: RunningServer, sandbox: str) -> None:
+    with subprocess.Popen(
+        [str(AENV), "exec", sandbox, "--", "yes", "pipe-mark"],
+        env={**server.environment, "AENV_API_URL": server.url},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"pipe-mark\n"
+        process.stdout.close()
+        assert process.wait(timeout=120) == 141
+        assert process.stderr.read() == b""
+    assert not _running(server, sandbox, "[p]ipe-mark")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 143), (signal.SIGTERM, 143), (signal.SIGHUP, 137)])
+def test_signals_end_the_command(server: RunningServer, sandbox: str, number: signal.Signals, code: int) -> None:
+    with subprocess.Popen(
+        [str(AENV), "exec", sandbox, "sh", "-c", "echo begun; exec sleep 765432"],
+        env={**server.environment, "AENV_API_URL": server.url},
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.send_signal(number)
+        assert process.wait(timeout=120) == code
+    assert not _running(server, sandbox, "sleep 76543[2]")
 
 
 def test_shell_is_a_terminal(server: RunningServer, sandbox: str) -> None:

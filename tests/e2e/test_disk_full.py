@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2b import NotEnoughSpaceException, Sandbox
+from e2b import NotEnoughSpaceException, Sandbox, TimeoutException
 
 from harness.server import RunningServer, built_home
 
@@ -35,7 +35,7 @@ def test_full_node_refuses_and_recovers(small_home: Path) -> None:
         options = {"api_url": server.url, "sandbox_url": server.url, "api_key": server.api_key}
         running = Sandbox.create(timeout=600, **options)
         ballast = small_home / "ballast"
-        subprocess.run(["fallocate", "-l", "120m", str(ballast)], check=True)
+        subprocess.run(["fallocate", "-l", "150m", str(ballast)], check=True)
 
         status, body, headers = server.api("POST", "/v2/sandboxes", {"templateID": "base"})
         assert (status, body["code"]) == (507, 507)
@@ -44,19 +44,26 @@ def test_full_node_refuses_and_recovers(small_home: Path) -> None:
         assert running.commands.run("echo unharmed").stdout == "unharmed\n"
         assert [row["sandboxID"] for row in server.api("GET", "/v2/sandboxes")[1]] == [running.sandbox_id]
 
-        # Full to the last byte, while a guest writes: the guest gets an error, and lives.
-        with (small_home / "more").open("wb", buffering=0) as more, pytest.raises(OSError):
+        # Full to the last byte while a guest writes: it is halted, and goes on unharmed when there is room again.
+        writer = running.commands.run(
+            "until [ -e /tmp/go ]; do sleep 0.1; done; "
+            "head -c 60000000 /dev/urandom > data && sync data && md5sum < data && sync",
+            background=True,
+            timeout=0,
+        )
+        with (small_home / "more").open("wb", buffering=0) as more, pytest.raises(OSError, match="space"):
             while True:
                 more.write(bytes(1 << 20))
-        full = running.commands.run(
-            "head -c 60000000 /dev/urandom > /home/user/data && sync /home/user/data && echo written || echo refused",
-            timeout=120,
-        )
-        assert full.stdout == "refused\n"
-        assert running.is_running() is True
-
+        running.files.write("/tmp/go", "")
+        halted = False
+        while not halted:
+            try:
+                running.is_running(request_timeout=5)
+            except TimeoutException:
+                halted = True
         ballast.unlink()
         (small_home / "more").unlink()
+        assert writer.wait().stdout == running.commands.run("md5sum < data").stdout
         second = Sandbox.create(timeout=600, **options)
         assert second.commands.run("echo recovered").stdout == "recovered\n"
         assert running.is_running() is True

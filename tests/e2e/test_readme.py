@@ -80,7 +80,7 @@ def test_environment_and_commands(server: RunningServer, tmp_path: Path) -> None
     for line in (re.sub(r"\s+#.*", "", line) for line in commands.splitlines()):
         if "aenv shell" in line:
             continue
-        script.append(f"ID=$({line} -o table)" if "aenv start" in line else re.sub(r"\bID\b", "$ID", line))
+        script.append(f"ID=$({line})" if "aenv start" in line else re.sub(r"\bID\b", "$ID", line))
     text = "\n".join(script).replace("./project", str(tmp_path / "project"))
     assert run(["bash", "-euc", text], server.environment).splitlines()[0] == "42"
 

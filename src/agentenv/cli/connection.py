@@ -65,6 +65,8 @@ def find_server() -> Server:
             raise CommandError(
                 f"no API key: set AENV_API_KEY, or start a server first (looked in {settings.paths.api_key})"
             ) from error
+    if not url.startswith(("http://", "https://")):
+        raise CommandError(f"{url!r} is not the URL of a server; AENV_API_URL must begin with http:// or https://")
     return Server(url.rstrip("/"), key)
 
 
@@ -112,7 +114,8 @@ class Client:
                     raise CommandError(_message_of(raw, response.status))
                 return (json.loads(raw) if raw else None), response.headers
         except aiohttp.ClientError as error:
-            raise CommandError(f"cannot reach the server at {self._server.url}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise CommandError(f"cannot reach the server at {self._server.url}: {reason}") from error
         except ValueError as error:
             raise CommandError(f"{self._server.url} does not answer like an AgentENV server") from error
 
@@ -144,12 +147,18 @@ class Agent:
     ) -> None:
         self._url = url
         self._session = session
+        self._sandbox_id = sandbox_id
+        self._token = token
         self.user = user
         self._headers = {"E2b-Sandbox-Id": sandbox_id, "E2b-Sandbox-Port": str(AGENT_PORT)}
         if token:
             self._headers["X-Access-Token"] = token
         if user:
             self._headers["Authorization"] = "Basic " + base64.b64encode(f"{user}:".encode()).decode()
+
+    def as_user(self, user: str) -> Agent:
+        """The same agent, asked as another Linux user of the sandbox."""
+        return Agent(self._url, self._session, self._sandbox_id, self._token, user)
 
     async def call(self, method: str, message: object) -> Any:
         """Unary call, for instance `process.Process/SendInput`."""

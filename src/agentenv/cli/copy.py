@@ -27,6 +27,7 @@ from agentenv.cli.connection import Agent, CommandError, connect
 from agentenv.cli.execute import UserOption
 
 _CHUNK = 256 * 1024
+_MODE_OF_UPLOADS = 0o644
 
 
 def cp(
@@ -82,15 +83,18 @@ async def _copy_in(agent: Agent, source: Path, destination: str, progress: Progr
     if source.is_dir():
         await _copy_directory_in(agent, source, destination, progress)
         return
-    mode = stat.S_IMODE(source.stat().st_mode)
+    status = source.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CommandError(f"{source} is neither a file nor a directory")
     if destination.endswith("/") or destination in (".", "~") or await _is_directory(agent, destination):
         destination = posixpath.join(destination, source.name)
-    size = source.stat().st_size
-    task = progress.add_task(source.name, total=size)
+    task = progress.add_task(source.name, total=status.st_size)
     await agent.upload(destination, _read_file(source, progress, task))
-    if mode & 0o111:
+    mode = stat.S_IMODE(status.st_mode) & 0o777
+    if mode != _MODE_OF_UPLOADS:
         entry = await agent.call("filesystem.Filesystem/Stat", {"path": destination})
-        await _run(agent, ["chmod", format(mode & 0o777, "o"), entry["entry"]["path"]])
+        # As root: the file may lie where its owner cannot reach it.
+        await _run(agent.as_user("root"), ["chmod", "--", format(mode, "o"), entry["entry"]["path"]])
 
 
 async def _copy_directory_in(agent: Agent, source: Path, destination: str, progress: Progress) -> None:

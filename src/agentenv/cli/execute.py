@@ -24,6 +24,7 @@ from agentenv.cli.sandboxes import SandboxArgument, parse_pairs
 
 UserOption = Annotated[str | None, typer.Option("-u", "--user", help="Linux user; default: the template's.")]
 _INPUT_CHUNK = 64 * 1024
+_BROKEN_PIPE = 128 + signal.SIGPIPE
 _KEEP_ALIVE_S = 60
 _KEEP_ALIVE_LIFE_S = 180
 
@@ -37,6 +38,9 @@ def exec_(
     cwd: Annotated[str | None, typer.Option("--cwd", help="Working directory.")] = None,
 ) -> None:
     """Run a command in a sandbox; its exit code becomes ours."""
+    command = command[1:] if command[0] == "--" else command
+    if not command:
+        raise CommandError("name the command to run", exit_code=2)
     process: dict[str, Any] = {
         "cmd": command[0],
         "args": command[1:],
@@ -101,7 +105,10 @@ async def _attach(
             handled.append(number)
 
         def terminate() -> None:
-            helpers.append(tasks.create_task(_terminate(agent, pid)))
+            helpers.append(tasks.create_task(_end_process(agent, pid, "SIGNAL_SIGTERM")))
+
+        def hang_up() -> None:
+            helpers.append(tasks.create_task(_end_process(agent, pid, "SIGNAL_SIGKILL")))
 
         try:
             async for event in events:
@@ -114,15 +121,21 @@ async def _attach(
                             resized = asyncio.Event()
                             on_signal(signal.SIGWINCH, resized.set)
                             helpers.append(tasks.create_task(_resize(agent, pid, resized)))
+                            on_signal(signal.SIGTERM, hang_up)
                         else:
                             on_signal(signal.SIGINT, terminate)
                             on_signal(signal.SIGTERM, terminate)
+                        on_signal(signal.SIGHUP, hang_up)
                     case "stdout" | "pty":
                         await _write(sys.stdout.fileno(), event.data)
                     case "stderr":
                         await _write(sys.stderr.fileno(), event.data)
                     case "end":
                         return event.exit_code
+        except BrokenPipeError:
+            # Whoever read our output has left; as with a local pipe, that ends the command.
+            await _end_process(agent, pid, "SIGNAL_SIGKILL")
+            return _BROKEN_PIPE
         finally:
             for number in handled:
                 loop.remove_signal_handler(number)
@@ -166,9 +179,9 @@ async def _resize(agent: Agent, pid: int, resized: asyncio.Event) -> None:
             await agent.call("process.Process/Update", message)
 
 
-async def _terminate(agent: Agent, pid: int) -> None:
+async def _end_process(agent: Agent, pid: int, signal_name: str) -> None:
     with suppress(CommandError):
-        message = {"process": {"pid": pid}, "signal": "SIGNAL_SIGTERM"}
+        message = {"process": {"pid": pid}, "signal": signal_name}
         await agent.call("process.Process/SendSignal", message)
 
 

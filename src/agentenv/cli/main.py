@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -43,7 +44,7 @@ app.command()(execute.shell)
 app.command()(copy.cp)
 app.command()(sandboxes.logs)
 app.command()(sandboxes.rm)
-app.command()(sandboxes.timeout)
+app.command(context_settings={"ignore_unknown_options": True})(sandboxes.timeout)
 app.command()(doctor.doctor)
 app.command()(assets.env)
 app.command()(assets.home)
@@ -71,6 +72,8 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort, asyncio.CancelledError):
         code = 130
     except BrokenPipeError:
+        # What is still buffered has no reader; Python's own flush at the end must not complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     except Exception as error:
         # Usage errors of the command-line library carry an exit code; all else is a defect and shows its traceback.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
 import typer
 
 from agentenv.cli.connection import Client, CommandError, connect, sandbox_path
-from agentenv.cli.output import OutputOption, print_fields, print_json, print_rows, wants_json
+from agentenv.cli.output import OutputFormat, OutputOption, print_fields, print_json, print_rows, wants_json
 
 SandboxArgument = Annotated[str, typer.Argument(metavar="SANDBOX", help="The sandbox id.")]
 
@@ -38,7 +38,7 @@ def start(
     no_internet: Annotated[bool, typer.Option("--no-internet", help="Close the network.")] = False,
     output: OutputOption = None,
 ) -> None:
-    """Start a sandbox and print its id."""
+    """Start a sandbox and print its id (with -o json: all that the server says of it)."""
     body: dict[str, Any] = {
         "templateID": template,
         "timeout": timeout,
@@ -51,7 +51,7 @@ def start(
     async def run() -> None:
         async with connect() as client:
             created, _ = await client.request("POST", "/v2/sandboxes", body=body)
-        if wants_json(output):
+        if output is OutputFormat.JSON:
             print_json({key: value for key, value in created.items() if key not in _HIDDEN})
         else:
             sys.stdout.write(created["sandboxID"] + "\n")
@@ -76,7 +76,10 @@ def ls(
         async with connect() as client:
             rows = await client.list_sandboxes(query)
         if not wants_json(output):
-            rows = [{**row, "left": _left(row), "started": _local(row["startedAt"])} for row in rows]
+            rows = [
+                {**row, "left": _left(row), "started": f"{_span(datetime.now(UTC) - _instant(row['startedAt']))} ago"}
+                for row in rows
+            ]
         columns = {
             "sandboxID": "ID",
             "templateID": "TEMPLATE",
@@ -131,13 +134,16 @@ def rm(
 
 def timeout(
     sandbox: SandboxArgument,
-    seconds: Annotated[int, typer.Argument(help="Seconds from now until it ends.")],
+    seconds: Annotated[int, typer.Argument(help="Seconds from now until it ends; 0 ends it at once.", min=0)],
 ) -> None:
-    """Set when a sandbox ends, counted from now."""
+    """Set when a sandbox ends, counted from now, and print that moment. The server may cap it."""
 
     async def run() -> None:
         async with connect() as client:
             await client.request("POST", sandbox_path(sandbox, "/timeout"), body={"timeout": seconds})
+            if seconds:
+                found, _ = await client.request("GET", sandbox_path(sandbox))
+                sys.stdout.write(found["endAt"] + "\n")
 
     asyncio.run(run())
 
@@ -188,14 +194,11 @@ def _instant(text: str) -> datetime:
     return datetime.fromisoformat(text.replace("Z", "+00:00"))
 
 
-def _local(text: str) -> str:
-    return _instant(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
 def _left(row: dict[str, Any]) -> str:
-    if row["state"] != "running":
-        return ""
-    seconds = max(0, int((_instant(row["endAt"]) - datetime.now(UTC)).total_seconds()))
-    minutes, seconds = divmod(seconds, 60)
+    return _span(_instant(row["endAt"]) - datetime.now(UTC)) if row["state"] == "running" else ""
+
+
+def _span(duration: timedelta) -> str:
+    minutes, seconds = divmod(max(0, int(duration.total_seconds())), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h {minutes:02}m" if hours else f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"
