@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from email.message import Message
 
 import pytest
 
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(900)]
 def test_fifty_creates_at_once() -> None:
     config = "[sandbox]\nmemory_mib = 256\nvcpus = 1\nmax_concurrent_starts = 3\nmax_queued_starts = 30\n"
     with RunningServer(config=config) as server:
-        answers: list[tuple[int, dict[str, object], dict[str, str]]] = []
+        answers: list[tuple[int, dict[str, object], Message]] = []
 
         def create() -> None:
             answers.append(server.api("POST", "/v2/sandboxes", {"templateID": "base", "timeout": 900}, timeout_s=800))

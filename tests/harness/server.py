@@ -14,6 +14,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,8 @@ class RunningServer:
 
     def api(
         self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None, timeout_s: float = 300
-    ) -> tuple[int, Any, dict[str, str]]:
-        """One control-plane call with the key. Returns status, decoded JSON (None when empty), headers."""
+    ) -> tuple[int, Any, Message]:
+        """One control-plane call with the key. Returns status, decoded JSON or None, headers (names in any case)."""
         request = urllib.request.Request(self.url + path, method=method)
         request.add_header("X-API-KEY", self.api_key)
         data = None
@@ -166,10 +167,10 @@ class RunningServer:
         try:
             with urllib.request.urlopen(request, data=data, timeout=timeout_s) as answer:
                 raw = answer.read()
-                return answer.status, json.loads(raw) if raw else None, dict(answer.headers)
+                return answer.status, json.loads(raw) if raw else None, answer.headers
         except urllib.error.HTTPError as error:
             raw = error.read()
-            return error.code, json.loads(raw) if raw else None, dict(error.headers)
+            return error.code, json.loads(raw) if raw else None, error.headers
 
     def aenv(
         self, *arguments: str, data: bytes | None = None, timeout_s: float = 300
