@@ -4,11 +4,12 @@ mod files_support;
 
 use std::{
     fs,
+    io::Write,
     os::unix::fs::{symlink, MetadataExt},
 };
 
 use base64::Engine;
-use files_support::{event, is_root, Agent};
+use files_support::{event, is_root, Agent, SmallDisk};
 use serde_json::{json, Value};
 
 fn code(answer: &(u16, Value)) -> (u16, &str) {
@@ -84,6 +85,96 @@ fn move_and_remove() {
         code(&agent.call("Remove", &json!({"path": "/"}))),
         (400, "invalid_argument")
     );
+}
+
+#[test]
+fn nothing_is_changed_without_a_path() {
+    let agent = Agent::start(json!({"default_user": "root", "default_workdir": "/none/of/it"}));
+    fs::write(agent.at("f"), "x").unwrap();
+    let there = agent.path("f");
+    for (method, message, field) in [
+        ("Remove", json!({"path": ""}), "path"),
+        ("Remove", json!({}), "path"),
+        ("MakeDir", json!({"path": ""}), "path"),
+        (
+            "Move",
+            json!({"source": "", "destination": there}),
+            "source",
+        ),
+        (
+            "Move",
+            json!({"source": there, "destination": ""}),
+            "destination",
+        ),
+    ] {
+        let refused = agent.call(method, &message);
+        assert_eq!(code(&refused), (400, "invalid_argument"), "{method}");
+        let text = format!("the field '{field}' is empty; name a file or directory");
+        assert_eq!(refused.1["message"], text);
+    }
+    assert!(agent.at("f").exists());
+}
+
+#[test]
+fn a_full_disk_is_an_internal_error() {
+    if !is_root() {
+        eprintln!("only root can mount a small disk");
+        return;
+    }
+    let agent = Agent::plain();
+    // Its root takes one inode and the file another: a third is not to be had.
+    let _disk = SmallDisk::mount(&agent.at("small"), "nr_inodes=2");
+    fs::write(agent.at("small/f"), "").unwrap();
+    let made = agent.call("MakeDir", &json!({"path": agent.path("small/d")}));
+    let names = json!({"source": agent.path("small/f"), "destination": agent.path("small/d/f")});
+    for refused in [made, agent.call("Move", &names)] {
+        assert_eq!(code(&refused), (500, "internal"));
+        let text = refused.1["message"].as_str().unwrap();
+        assert!(
+            text.ends_with("no space left on the disk of the sandbox"),
+            "{text}"
+        );
+    }
+    assert_eq!(agent.put("small/g", b"x").status, 507);
+}
+
+#[test]
+fn a_walk_ends_with_its_client() {
+    let agent = Agent::plain();
+    // Wide enough that a walk through all of it takes far longer than it takes to leave.
+    let mut level = vec![agent.at("t")];
+    for _ in 0..3 {
+        level = level
+            .iter()
+            .flat_map(|dir| (0..22).map(move |name| dir.join(name.to_string())))
+            .collect();
+    }
+    for dir in &level {
+        fs::create_dir_all(dir).unwrap();
+    }
+    let all = json!({"path": agent.path("t"), "depth": u32::MAX});
+    let body = all.to_string();
+    let length = body.len().to_string();
+    let headers = [
+        ("Content-Type", "application/json"),
+        ("Content-Length", length.as_str()),
+    ];
+    let walk = || {
+        let (status, answer) = agent.call("ListDir", &all);
+        assert_eq!(status, 200);
+        answer["entries"].as_array().unwrap().len()
+    };
+    let before = agent.cpu_ticks();
+    assert_eq!(walk(), 22 + 484 + 10_648);
+    let one = agent.cpu_ticks() - before;
+    for _ in 0..48 {
+        let mut left = agent.open("POST", "/filesystem.Filesystem/ListDir", &headers);
+        left.write_all(body.as_bytes()).unwrap();
+    }
+    // This one gets its thread after those before it.
+    walk();
+    let all = agent.cpu_ticks() - before;
+    assert!(all < 16 * one.max(1), "{all} ticks for all, {one} for one");
 }
 
 #[test]

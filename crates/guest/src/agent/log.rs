@@ -4,6 +4,7 @@
 use std::{
     io::Write,
     os::fd::AsFd,
+    panic::PanicHookInfo,
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -23,6 +24,20 @@ pub fn warn(message: &str, fields: Value) {
 
 pub fn error(message: &str, fields: Value) {
     write("error", message, fields);
+}
+
+/// What a panic leaves in the log, in place of Rust's lines of plain text.
+pub fn panicked(info: &PanicHookInfo<'_>) {
+    let location = info.location().map(ToString::to_string);
+    let payload = info.payload();
+    let text = payload
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+    error(
+        "the agent panicked",
+        json!({"error": text, "location": location}),
+    );
 }
 
 fn write(level: &str, message: &str, fields: Value) {

@@ -4,6 +4,7 @@ pub mod args;
 pub mod auth;
 pub mod cgroup;
 pub mod cors;
+pub mod drain;
 pub mod error;
 pub mod guest;
 pub mod host;
@@ -33,10 +34,11 @@ const MAX_BLOCKING: usize = 24;
 
 /// Runs the agent until it is killed. `words` are the flags after `agent`.
 pub fn main(words: impl Iterator<Item = String>) -> ExitCode {
+    std::panic::set_hook(Box::new(log::panicked));
     let args = match Args::parse(words) {
         Ok(args) => args,
         Err(message) => {
-            eprintln!("aenv-guest agent: {message}");
+            log::error("cannot start the agent", json!({"error": message}));
             return ExitCode::from(2);
         }
     };

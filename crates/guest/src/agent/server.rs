@@ -6,7 +6,6 @@ use std::{
 
 use anyhow::Context as _;
 use axum::{
-    body::Body,
     extract::{Request, State},
     middleware,
     response::{IntoResponse, Response},
@@ -30,7 +29,7 @@ use tower_service::Service as _;
 
 use super::{
     auth::{self, Peer},
-    cors,
+    cors, drain,
     error::HttpError,
     init, log, metrics,
     state::AgentState,
@@ -176,9 +175,10 @@ async fn serve_connection(router: Router, stream: TcpStream, peer: SocketAddr) {
     let service = service_fn(move |request: http::Request<Incoming>| {
         let mut router = router.clone();
         async move {
-            let mut request = request.map(Body::new);
+            let (mut request, unread) = drain::lend(request);
             request.extensions_mut().insert(Peer(peer));
             let answer = AssertUnwindSafe(router.call(request)).catch_unwind().await;
+            unread.drain().await;
             answer.unwrap_or_else(|_| Ok(panicked()))
         }
     });

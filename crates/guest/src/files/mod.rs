@@ -10,6 +10,7 @@ mod list;
 mod metadata;
 mod operations;
 mod owners;
+mod pseudo;
 mod remove;
 mod service;
 mod signature;

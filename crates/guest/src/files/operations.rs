@@ -5,6 +5,7 @@ use std::{fs, io, path::Path};
 use super::{
     create::{make_directory, make_parents, Owner},
     entry,
+    failure::is_full,
     owners::Owners,
     remove,
 };
@@ -24,12 +25,19 @@ pub fn rpc_error(doing: &str, path: &Path, error: &io::Error) -> RpcError {
         }
         Some(libc::EINVAL | libc::ENAMETOOLONG | libc::EISDIR) => Code::InvalidArgument,
         Some(libc::EACCES | libc::EPERM) => Code::PermissionDenied,
-        Some(libc::ENOSPC | libc::EDQUOT | libc::EMFILE | libc::ENFILE) => Code::ResourceExhausted,
+        Some(libc::EMFILE | libc::ENFILE) => Code::ResourceExhausted,
         _ => Code::Internal,
     };
     let path = path.display();
     if code == Code::NotFound {
         return RpcError::new(code, format!("path '{path}' does not exist"));
+    }
+    // Not `resource_exhausted`: clients take that for a limit on requests, which waiting would lift.
+    if is_full(error) {
+        return RpcError::new(
+            Code::Internal,
+            format!("cannot {doing} '{path}': no space left on the disk of the sandbox"),
+        );
     }
     RpcError::new(code, format!("cannot {doing} '{path}': {error}"))
 }
@@ -144,6 +152,22 @@ mod tests {
                 uid: nix::unistd::getuid().as_raw(),
                 gid: nix::unistd::getgid().as_raw(),
             }
+        }
+    }
+
+    #[test]
+    fn a_full_disk_is_no_limit_on_requests() {
+        for errno in [libc::ENOSPC, libc::EDQUOT] {
+            let error = rpc_error(
+                "make directory",
+                Path::new("/d"),
+                &io::Error::from_raw_os_error(errno),
+            );
+            assert_eq!(error.code, Code::Internal);
+            assert_eq!(
+                error.message,
+                "cannot make directory '/d': no space left on the disk of the sandbox"
+            );
         }
     }
 

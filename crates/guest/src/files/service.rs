@@ -6,7 +6,7 @@ use axum::Router;
 use futures_util::{stream, Stream};
 
 use super::{
-    blocking::blocking,
+    blocking::{blocking, CancelOnDrop},
     create::Owner,
     list, operations,
     owners::Owners,
@@ -82,6 +82,18 @@ impl Caller {
             .map_err(|message| RpcError::new(Code::InvalidArgument, message))
     }
 
+    /// The path of a call that changes what is there. Empty, it would be the workdir, which nobody means to remove or
+    /// move by a field that was left out.
+    fn named_path(&self, field: &str, text: &str) -> RpcResult<PathBuf> {
+        if text.is_empty() {
+            return Err(RpcError::new(
+                Code::InvalidArgument,
+                format!("the field '{field}' is empty; name a file or directory"),
+            ));
+        }
+        self.path(text)
+    }
+
     fn owner(&self) -> Owner {
         Owner {
             uid: self.user.uid,
@@ -98,7 +110,7 @@ async fn stat(call: Context, request: StatRequest) -> RpcResult<StatResponse> {
 
 async fn make_dir(call: Context, request: MakeDirRequest) -> RpcResult<MakeDirResponse> {
     let caller = Caller::of(call).await?;
-    let (path, owner) = (caller.path(&request.path)?, caller.owner());
+    let (path, owner) = (caller.named_path("path", &request.path)?, caller.owner());
     let entry = blocking(move || operations::make_dir(&path, owner)).await??;
     Ok(MakeDirResponse { entry: Some(entry) })
 }
@@ -107,8 +119,8 @@ async fn move_entry(call: Context, request: MoveRequest) -> RpcResult<MoveRespon
     let caller = Caller::of(call).await?;
     let owner = caller.owner();
     let (source, destination) = (
-        caller.path(&request.source)?,
-        caller.path(&request.destination)?,
+        caller.named_path("source", &request.source)?,
+        caller.named_path("destination", &request.destination)?,
     );
     let entry = blocking(move || operations::move_entry(&source, &destination, owner)).await??;
     Ok(MoveResponse { entry: Some(entry) })
@@ -116,12 +128,16 @@ async fn move_entry(call: Context, request: MoveRequest) -> RpcResult<MoveRespon
 
 async fn list_dir(call: Context, request: ListDirRequest) -> RpcResult<ListDirResponse> {
     let path = Caller::of(call).await?.path(&request.path)?;
-    let entries = blocking(move || list::list(&path, request.depth, &Owners::default())).await??;
+    let wanted = CancelOnDrop::default();
+    let cancelled = wanted.flag();
+    let entries =
+        blocking(move || list::list(&path, request.depth, &Owners::default(), &cancelled))
+            .await??;
     Ok(ListDirResponse { entries })
 }
 
 async fn remove(call: Context, request: RemoveRequest) -> RpcResult<RemoveResponse> {
-    let path = Caller::of(call).await?.path(&request.path)?;
+    let path = Caller::of(call).await?.named_path("path", &request.path)?;
     blocking(move || operations::remove(&path)).await??;
     Ok(RemoveResponse {})
 }

@@ -2,7 +2,7 @@
 
 use serde::{de::DeserializeOwned, Serialize};
 
-use super::{Code, RpcError, RpcResult};
+use super::{json_error, Code, RpcError, RpcResult};
 
 /// What a request or response type must be able to do; everything that `build.rs` generates can.
 pub trait Message:
@@ -56,8 +56,15 @@ impl Codec {
     pub fn decode<T: Message>(self, bytes: &[u8]) -> RpcResult<T> {
         match self {
             Codec::Json if bytes.is_empty() => Ok(T::default()),
-            Codec::Json => serde_json::from_slice(bytes).map_err(|error| malformed(&error)),
-            Codec::Proto => T::decode(bytes).map_err(|error| malformed(&error)),
+            Codec::Json => {
+                serde_json::from_slice(bytes).map_err(|error| json_error::explain(bytes, &error))
+            }
+            Codec::Proto => T::decode(bytes).map_err(|error| {
+                RpcError::new(
+                    Code::InvalidArgument,
+                    format!("cannot read the request message: {error}"),
+                )
+            }),
         }
     }
 
@@ -75,13 +82,6 @@ impl Codec {
             }
         }
     }
-}
-
-fn malformed(error: &dyn std::fmt::Display) -> RpcError {
-    RpcError::new(
-        Code::InvalidArgument,
-        format!("cannot read the request message: {error}"),
-    )
 }
 
 /// A content type without its parameters, in lower case.

@@ -19,6 +19,7 @@ mod codec;
 mod context;
 mod envelope;
 mod error;
+mod json_error;
 mod service;
 mod stream;
 mod unary;

@@ -79,6 +79,15 @@ impl Agent {
         line.split_whitespace().nth(1).unwrap().parse().unwrap()
     }
 
+    /// The processor time that the agent has used, in clock ticks.
+    pub fn cpu_ticks(&self) -> u64 {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap();
+        // The name, in parentheses, may hold anything; user and system time are the 12th and 13th field after it.
+        let (_, fields) = stat.rsplit_once(')').unwrap();
+        let times = fields.split_whitespace().skip(11).take(2);
+        times.map(|ticks| ticks.parse::<u64>().unwrap()).sum()
+    }
+
     /// Sends a request's head; the body is up to the caller.
     pub fn open(&self, method: &str, target: &str, headers: &[(&str, &str)]) -> TcpStream {
         let mut stream = TcpStream::connect(self.address).unwrap();

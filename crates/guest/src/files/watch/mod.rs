@@ -1,5 +1,6 @@
 //! Watches on directories: a stream of events, or a watcher that a client polls. The kernel's side is in `tree`.
 
+mod limit;
 mod network_mount;
 mod queue;
 mod registry;
@@ -21,7 +22,7 @@ use self::{
     queue::EventQueue,
     tree::{Instance, Tree},
 };
-use super::blocking::blocking;
+use super::blocking::{blocking, CancelOnDrop};
 use crate::{
     agent::log,
     proto::filesystem::FilesystemEvent,
@@ -77,6 +78,8 @@ pub struct Watch {
     contents: Arc<Mutex<Contents>>,
     /// The last collection stopped before the kernel had nothing left.
     more: AtomicBool,
+    /// Stops a walk through the tree that runs when the watch is dropped.
+    _wanted: CancelOnDrop,
 }
 
 impl Watch {
@@ -86,7 +89,9 @@ impl Watch {
     /// As `Tree::open`.
     pub async fn open(path: &Path, options: WatchOptions) -> RpcResult<Self> {
         let path = path.to_path_buf();
-        let tree = blocking(move || Tree::open(&path, options)).await??;
+        let wanted = CancelOnDrop::default();
+        let cancelled = wanted.flag();
+        let tree = blocking(move || Tree::open(&path, options, cancelled)).await??;
         // SAFETY: the instance is shared and its descriptor stays open, and the same, until the last share is dropped;
         // this registration holds one.
         let registered = unsafe { AsyncFd::register(tree.instance()) };
@@ -99,6 +104,7 @@ impl Watch {
                 include_entry: options.include_entry,
             })),
             more: AtomicBool::new(false),
+            _wanted: wanted,
         })
     }
 

@@ -19,7 +19,13 @@ use nix::{
 
 use serde_json::json;
 
-use super::{super::operations::rpc_error, network_mount, queue::EventQueue, WatchOptions};
+use super::{
+    super::{blocking::Cancelled, operations::rpc_error, pseudo::Border},
+    limit::{Limit, MAX_DIRECTORIES},
+    network_mount,
+    queue::EventQueue,
+    WatchOptions,
+};
 use crate::{
     agent::log,
     proto::filesystem::EventType,
@@ -57,6 +63,9 @@ pub struct Tree {
     instance: Arc<Instance>,
     root: PathBuf,
     root_device: u64,
+    border: Border,
+    cancelled: Cancelled,
+    max_directories: usize,
     root_watch: WatchDescriptor,
     options: WatchOptions,
     /// Watched directories, relative to the root.
@@ -65,7 +74,8 @@ pub struct Tree {
     foretold: HashSet<PathBuf>,
     /// Directories moved away, by cookie, whose arrival has not been seen.
     leaving: HashMap<u32, PathBuf>,
-    full: bool,
+    /// The first limit that kept a directory from being followed.
+    full: Option<Limit>,
 }
 
 impl Tree {
@@ -73,8 +83,18 @@ impl Tree {
     ///
     /// # Errors
     /// `not_found`, `invalid_argument` for what is no directory or a network mount that is not allowed,
-    /// `resource_exhausted` at the kernel's limits for watches.
-    pub fn open(root: &Path, options: WatchOptions) -> RpcResult<Self> {
+    /// `resource_exhausted` at the kernel's limits for watches and for more than `MAX_DIRECTORIES` directories,
+    /// `canceled` soon after `cancelled` is set.
+    pub fn open(root: &Path, options: WatchOptions, cancelled: Cancelled) -> RpcResult<Self> {
+        Self::open_bounded(root, options, cancelled, MAX_DIRECTORIES)
+    }
+
+    fn open_bounded(
+        root: &Path,
+        options: WatchOptions,
+        cancelled: Cancelled,
+        max_directories: usize,
+    ) -> RpcResult<Self> {
         let failed = |errno: Errno| rpc_error("watch", root, &errno.into());
         let meta = fs::metadata(root).map_err(|error| rpc_error("watch", root, &error))?;
         if !meta.is_dir() {
@@ -93,34 +113,39 @@ impl Tree {
                 ),
             ));
         }
+        let border = Border::around(root, &meta).map_err(failed)?;
         let inotify =
             Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(|errno| {
                 match errno {
-                    Errno::EMFILE => exhausted("fs.inotify.max_user_instances"),
+                    Errno::EMFILE => Limit::Instances.error(root),
                     other => failed(other),
                 }
             })?;
         let root_watch = inotify
             .add_watch(root, interesting())
             .map_err(|errno| match errno {
-                Errno::ENOSPC => exhausted("fs.inotify.max_user_watches"),
+                Errno::ENOSPC => Limit::Watches.error(root),
                 other => failed(other),
             })?;
         let mut tree = Self {
             instance: Arc::new(Instance(inotify)),
             root: root.to_path_buf(),
             root_device: meta.dev(),
+            border,
+            cancelled,
+            max_directories,
             root_watch,
             options,
             directories: HashMap::from([(root_watch, PathBuf::new())]),
             foretold: HashSet::new(),
             leaving: HashMap::new(),
-            full: false,
+            full: None,
         };
         if options.recursive {
             tree.follow_below(Path::new(""), None);
-            if tree.full {
-                return Err(exhausted("fs.inotify.max_user_watches"));
+            tree.cancelled.check()?;
+            if let Some(limit) = tree.full {
+                return Err(limit.error(root));
             }
         }
         Ok(tree)
@@ -139,9 +164,10 @@ impl Tree {
     /// Moves what the kernel has into `queue`; true if it may have more.
     ///
     /// # Errors
-    /// `internal` if the descriptor cannot be read.
+    /// `internal` if the descriptor cannot be read, `canceled` when the watch is no longer wanted.
     pub fn collect(&mut self, queue: &mut EventQueue) -> RpcResult<bool> {
         for _ in 0..MAX_READS {
+            self.cancelled.check()?;
             match self.instance.0.read_events() {
                 Ok(events) => {
                     for event in &events {
@@ -248,11 +274,18 @@ impl Tree {
         let Ok(meta) = fs::symlink_metadata(&path) else {
             return false;
         };
+        if !self.border.admits(&path, &meta) {
+            return false;
+        }
         let elsewhere = meta.dev() != self.root_device;
         if elsewhere
             && !self.options.allow_network_mounts
             && network_mount::is_network(&path).unwrap_or(true)
         {
+            return false;
+        }
+        if self.directories.len() >= self.max_directories {
+            self.refuse(&path, Limit::Directories(self.max_directories));
             return false;
         }
         match self
@@ -265,16 +298,21 @@ impl Tree {
                 true
             }
             Err(Errno::ENOSPC) => {
-                if !std::mem::replace(&mut self.full, true) {
-                    log::warn(
-                        "cannot watch a directory, fs.inotify.max_user_watches is reached",
-                        json!({"path": path}),
-                    );
-                }
+                self.refuse(&path, Limit::Watches);
                 false
             }
             // Gone, replaced by a link, or deeper than a path can say.
             Err(_) => false,
+        }
+    }
+
+    fn refuse(&mut self, path: &Path, limit: Limit) {
+        if self.full.is_none() {
+            self.full = Some(limit);
+            log::warn(
+                "cannot watch a directory, a limit is reached",
+                json!({"path": path, "limit": limit.name()}),
+            );
         }
     }
 
@@ -287,13 +325,20 @@ impl Tree {
                 continue;
             };
             for entry in entries.flatten() {
+                if self.cancelled.check().is_err() {
+                    return;
+                }
                 let relative = directory.join(entry.file_name());
                 if let Some(queue) = queue.as_deref_mut() {
                     queue.push(&relative, EventType::Create);
                     self.foretold.insert(relative.clone());
                 }
-                if entry.file_type().is_ok_and(|kind| kind.is_dir()) && self.follow(&relative) {
-                    pending.push(relative);
+                if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                    if self.follow(&relative) {
+                        pending.push(relative);
+                    } else if self.full.is_some() && queue.is_none() {
+                        return;
+                    }
                 }
             }
         }
@@ -326,16 +371,9 @@ impl Tree {
     }
 }
 
-fn exhausted(limit: &str) -> RpcError {
-    RpcError::new(
-        Code::ResourceExhausted,
-        format!("too many watches: {limit} is reached; remove watchers or raise it"),
-    )
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::super::blocking::CancelOnDrop, *};
     use EventType::{Chmod, Create, Remove, Rename, Write};
 
     struct Watched {
@@ -351,7 +389,7 @@ mod tests {
                 recursive,
                 ..WatchOptions::default()
             };
-            let tree = Tree::open(dir.path(), options).unwrap();
+            let tree = Tree::open(dir.path(), options, Cancelled::default()).unwrap();
             Self { dir, tree }
         }
 
@@ -443,9 +481,44 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("f"), "").unwrap();
         for (name, code) in [("none", Code::NotFound), ("f", Code::InvalidArgument)] {
-            let error = Tree::open(&dir.path().join(name), WatchOptions::default()).unwrap_err();
+            let (options, flag) = (WatchOptions::default(), Cancelled::default());
+            let error = Tree::open(&dir.path().join(name), options, flag).unwrap_err();
             assert_eq!(error.code, code);
         }
+    }
+
+    #[test]
+    fn is_bounded_and_stops_when_nobody_wants_it() {
+        let dir = tempfile::tempdir().unwrap();
+        for number in 0..5 {
+            fs::create_dir(dir.path().join(number.to_string())).unwrap();
+        }
+        let options = WatchOptions {
+            recursive: true,
+            ..WatchOptions::default()
+        };
+        let wanted = CancelOnDrop::default();
+        let open = |most| Tree::open_bounded(dir.path(), options, wanted.flag(), most);
+        assert_eq!(open(6).unwrap().directories.len(), 6);
+        let error = open(5).unwrap_err();
+        assert_eq!(error.code, Code::ResourceExhausted);
+        assert!(error.message.contains("more than 5 directories"));
+        let flag = wanted.flag();
+        drop(wanted);
+        let error = Tree::open(dir.path(), options, flag).unwrap_err();
+        assert_eq!(error.code, Code::Canceled);
+    }
+
+    #[test]
+    fn does_not_enter_pseudo_file_systems_from_outside() {
+        let mut watched = Watched::new(true);
+        let border = |root: &Path| Border::around(root, &fs::metadata(root).unwrap()).unwrap();
+        watched.tree.root = PathBuf::from("/");
+        watched.tree.border = border(Path::new("/"));
+        assert!(!watched.tree.follow(Path::new("proc")));
+        assert!(watched.tree.follow(Path::new("etc")));
+        watched.tree.border = border(Path::new("/proc"));
+        assert!(watched.tree.follow(Path::new("proc")));
     }
 
     #[test]
