@@ -19,11 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from agentenv.config import Settings, load_settings
 from agentenv.guest.assets import load_assets
 from agentenv.guest.kernel import KERNEL_ARGUMENTS
-from agentenv.network.base import GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, GUEST_PREFIX, TAP_NAME
+from agentenv.network.base import GUEST_MAC, TAP_NAME
 from agentenv.network.pool import SlotPool
+from agentenv.orchestrator.launch import guest_network
 from agentenv.storage.disks import DiskStore
 from agentenv.templates.store import TemplateStore
-from agentenv.vmm.base import GuestNetwork, MachineConfig, NetworkInterface
+from agentenv.vmm.base import MachineConfig, NetworkInterface
 from agentenv.vmm.probe import choose_vmm
 from harness.server import RunningServer
 from support.agent import run_command
@@ -74,12 +75,7 @@ class RawBoots:
                 memory_mib=self._template.memory_mib,
                 disks=(disk,),
                 interface=NetworkInterface(namespace=slot.namespace_path, tap=TAP_NAME, mac=GUEST_MAC),
-                guest_network=GuestNetwork(
-                    address=f"{GUEST_ADDRESS}/{GUEST_PREFIX}",
-                    gateway=str(GATEWAY_ADDRESS),
-                    dns=str(GATEWAY_ADDRESS),
-                    mtu=self._settings.network.uplink_mtu,
-                ),
+                guest_network=guest_network(self._settings.network.uplink_mtu),
                 extra_arguments=KERNEL_ARGUMENTS,
             )
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from email.utils import formatdate
 from urllib.parse import unquote
 
 import structlog
@@ -73,6 +74,8 @@ class ControlPlane:
                 status = message["status"]
                 out = MutableHeaders(scope=message)
                 out["X-Request-Id"] = request_id
+                # Not left to the server in front: guests send their own, which it would double (RFC 9110 §6.6.1).
+                out["Date"] = formatdate(usegmt=True)
                 if "origin" in headers:
                     out["Access-Control-Allow-Origin"] = "*"
                     out["Access-Control-Expose-Headers"] = EXPOSED_HEADERS

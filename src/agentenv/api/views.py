@@ -68,18 +68,7 @@ def info_view(sandbox: Sandbox, domain: str) -> SandboxInfo:
     if request.lifecycle_given:
         lifecycle = LifecycleInfo(on_timeout=request.on_timeout.value, auto_resume=request.auto_resume)
     return SandboxInfo(
-        template_id=sandbox.template_id,
-        sandbox_id=sandbox.id,
-        client_id=CLIENT_ID,
-        alias=sandbox.alias,
-        started_at=sandbox.started_at,
-        end_at=sandbox.end_at,
-        cpu_count=sandbox.vcpus,
-        memory_mb=sandbox.memory_mib,
-        disk_size_mb=sandbox.disk_mib,
-        state=_state(sandbox),
-        envd_version=sandbox.envd_version,
-        metadata=dict(request.metadata),
+        **dict(list_view(sandbox)),
         envd_access_token=sandbox.envd_access_token,
         domain=domain,
         allow_internet_access=request.allow_internet_access,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 import uvicorn
 from starlette.types import ASGIApp
 
+from agentenv.cli.http_protocol import BoundedHttpProtocol
 from agentenv.errors import ConfigurationError
 
 KEEP_ALIVE_S = 620
@@ -94,7 +95,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="none",
-                http="httptools",
+                http=BoundedHttpProtocol,
                 ws="wsproto",
                 ws_max_size=_LARGEST_WEBSOCKET_MESSAGE,
                 ws_ping_interval=None,

@@ -159,12 +159,7 @@ class Launcher:
             memory_mib=plan.memory_mib,
             disks=(disk,),
             interface=NetworkInterface(namespace=slot.namespace_path, tap=TAP_NAME, mac=GUEST_MAC),
-            guest_network=GuestNetwork(
-                address=f"{GUEST_ADDRESS}/{GUEST_PREFIX}",
-                gateway=str(GATEWAY_ADDRESS),
-                dns=str(GATEWAY_ADDRESS),
-                mtu=self._settings.network.uplink_mtu,
-            ),
+            guest_network=guest_network(self._settings.network.uplink_mtu),
             extra_arguments=KERNEL_ARGUMENTS,
         )
 
@@ -183,6 +178,16 @@ class Launcher:
     async def _machine_end(self, machine: Machine) -> AgentInfo | AgentEnvError:
         ended = await machine.wait()
         return _GuestEndedError(f"the VM ended while it started: {ended.reason}")
+
+
+def guest_network(mtu: int) -> GuestNetwork:
+    """What every guest configures: the same addresses in each slot."""
+    return GuestNetwork(
+        address=f"{GUEST_ADDRESS}/{GUEST_PREFIX}",
+        gateway=str(GATEWAY_ADDRESS),
+        dns=str(GATEWAY_ADDRESS),
+        mtu=mtu,
+    )
 
 
 class Releaser:

@@ -38,7 +38,9 @@ class OwnedTasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             if isinstance(error, AgentEnvError):
-                _log.info("task_failed", task=task.get_name(), error=error.message)
+                # The caller's own mistake is the caller's news: it gets the error as its answer.
+                report = _log.debug if error.status < 500 else _log.info
+                report("task_failed", task=task.get_name(), error=error.message)
             else:
                 _log.error("task_crashed", task=task.get_name(), exc_info=error)
 

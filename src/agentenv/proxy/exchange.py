@@ -1,7 +1,13 @@
 """One HTTP request through to a guest and its answer back, both as streams at the same time.
 
-It holds the rules of retry, `Expect`, early answers, broken answers and departing clients. Where a request goes was
+It holds the rules of reuse, `Expect`, early answers, broken answers and departing clients. Where a request goes was
 decided before; connections come from `pool`.
+
+A guest may close an idle connection at the moment when a request is sent on it. Nobody can tell then whether the
+request was read, so sending it again might do it twice, and not sending it again might lose it. Hence an idle
+connection carries only what may be done twice: a request with a safe method (RFC 9110 §9.2.1) that is here as a whole.
+It is sent once more, on a fresh connection, if no byte of an answer came. Every other request gets a connection of its
+own and is sent once; what a fresh connection says is the truth.
 """
 
 from __future__ import annotations
@@ -24,7 +30,11 @@ log = structlog.get_logger(__name__)
 GO_AHEAD_S = 1.0
 """How long a guest may keep a client that sent `Expect: 100-continue` waiting (RFC 9110 §10.1.1: not without end)."""
 
-_IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
+CUT_EXTENSION = "agentenv.cut"
+"""ASGI extension: `scope["extensions"][CUT_EXTENSION]["cut"]()` ends the connection below an incomplete answer, after
+what was sent. It is how an application says that the end is meant; uvicorn reports a plain return as an error."""
+
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 
 
 async def send_reply(reply: Reply, scope: Any, send: Any) -> None:
@@ -55,14 +65,25 @@ class HttpExchange:
             headers.append((b"transfer-encoding", coding))
         self._has_body = self._chunked or (header(incoming, b"content-length") or b"0").strip(b"0") != b""
         self._expects = self._has_body and (header(incoming, b"expect") or b"").lower() == b"100-continue"
+        self._safe = self._method in _SAFE
+        if not self._safe:
+            headers.append((b"connection", b"close"))
         self._head = head_bytes(self._method, target.request_target, headers)
         self._started = False
+        self._ended = False
         self._start_sent = asyncio.Event()
         self._first = b""
         self._more = True
 
     async def run(self) -> None:
-        """Carry the exchange to its end. Returning with an answer begun and not complete makes the server cut it."""
+        """Carry the exchange to its end. An answer that was begun and cannot be completed is cut visibly."""
+        try:
+            await self._run_to_the_end()
+        finally:
+            if self._started and not self._ended:
+                self._cut()
+
+    async def _run_to_the_end(self) -> None:
         failure: Reply | None = None
         stream: Stream | None = None
         try:
@@ -76,6 +97,12 @@ class HttpExchange:
         if failure is not None and not self._started:
             await send_reply(failure, self._scope, self._send)
 
+    def _cut(self) -> None:
+        # Without this offer of our own server in front, it cuts when we return, but reports it as an error of ours.
+        cut = (self._scope.get("extensions") or {}).get(CUT_EXTENSION)
+        if cut is not None:
+            cut["cut"]()
+
     async def _run(self, stream: Stream) -> Reply | None:
         connection: UpstreamConnection | None = None
         async with asyncio.TaskGroup() as tasks:
@@ -86,20 +113,22 @@ class HttpExchange:
                     first = tasks.create_task(self._receive())
                     # One turn of the loop: a body that is already here travels with the head. It is never waited for.
                     await asyncio.sleep(0)
+                if first is not None and first.done():
+                    if not self._take_first(first.result()):
+                        return None
+                    first = None
                 connection, reused = await self._connection()
                 if first is not None and first.done():
                     if not self._take_first(first.result()):
                         return None
                     first = None
-                replayable = not self._more and (not self._has_body or self._method in _IDEMPOTENT)
                 self._begin(connection)
                 inbound = tasks.create_task(self._inbound(connection, stream, first))
                 try:
                     head = await connection.head()
                 except UpstreamLostError as lost:
-                    if not reused or lost.answered or not replayable:
+                    if not reused or lost.answered:
                         raise
-                    # The guest had closed it before it saw the request; a fresh one tells the truth.
                     connection = await self._pool.connect(self._target.port)
                     self._begin(connection)
                     head = await connection.head()
@@ -111,12 +140,13 @@ class HttpExchange:
                     if task is not None:
                         task.cancel()
                 if connection is not None:
-                    self._pool.give_back(connection, self._target.port)
+                    self._pool.give_back(connection, self._target.port, reuse=self._safe)
 
     async def _connection(self) -> tuple[UpstreamConnection, bool]:
-        connection = self._pool.take_idle(self._target.port)
-        if connection is not None:
-            return connection, True
+        if self._safe and not self._more:
+            connection = self._pool.take_idle(self._target.port)
+            if connection is not None:
+                return connection, True
         return await self._pool.connect(self._target.port), False
 
     def _failure(self, error: Exception) -> Reply:
@@ -127,7 +157,7 @@ class HttpExchange:
             return replies.port_not_open(sandbox_id, port)
         what = error.what if isinstance(error, UpstreamLostError) else str(error)
         log.info("guest_answer_lost", sandbox_id=sandbox_id, port=port, what=what, answer_begun=self._started)
-        return replies.bad_upstream(sandbox_id, port, f"{what} without a complete answer")
+        return replies.bad_upstream(sandbox_id, port, what)
 
     def _begin(self, connection: UpstreamConnection) -> None:
         connection.begin(head_request=self._method == "HEAD")
@@ -190,6 +220,7 @@ class HttpExchange:
             data = await connection.read()
             finished = connection.finished
             await self._send({"type": "http.response.body", "body": data, "more_body": not finished})
+        self._ended = True
         return None
 
     async def _send_start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:

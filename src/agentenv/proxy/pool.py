@@ -20,7 +20,11 @@ from agentenv.proxy.upstream import UpstreamConnection, UpstreamLostError
 CONNECT_TIMEOUT_S = 15.0
 """A guest's kernel answers a SYN at once unless it drops it; this spans three retransmissions."""
 MAX_IDLE_PER_LIFE = 64
-IDLE_EXPIRY_S = 60.0
+IDLE_EXPIRY_S = 5.0
+"""How long a connection is kept for the next request; most services keep theirs at least that long."""
+LAST_WORD_S = 1.0
+"""How long a guest may take to close a connection that is not used again. When it closes first, the host's port is free
+at once; otherwise the host keeps it for a minute, and many requests in a row would use them up."""
 
 
 class PortNotOpenError(Exception):
@@ -131,12 +135,18 @@ class LifePool:
             connection.abort()
         return None
 
-    def give_back(self, connection: UpstreamConnection, port: int) -> None:
-        """Keep a connection for the next exchange if its last one ended cleanly; drop it otherwise."""
-        if self.closed or not connection.reusable or self._idle_count >= MAX_IDLE_PER_LIFE:
+    def give_back(self, connection: UpstreamConnection, port: int, *, reuse: bool) -> None:
+        """Keep a connection for the next exchange if its last one ended cleanly; drop it otherwise.
+
+        `reuse=False`: the guest was told that nothing follows.
+        """
+        if self.closed or not connection.settled:
             connection.abort()
             return
         connection.park()
+        if not reuse or not connection.reusable or self._idle_count >= MAX_IDLE_PER_LIFE:
+            self._loop.call_later(LAST_WORD_S, connection.abort)
+            return
         self._idle.setdefault(port, []).append((self._loop.time(), connection))
         self._idle_count += 1
         if self._sweep is None:

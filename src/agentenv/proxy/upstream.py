@@ -72,6 +72,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._interim = False
         self._answered = False
         self._complete = False
+        self._early = False
         self.request_complete = False
 
     # What an exchange uses
@@ -154,12 +155,19 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether both directions of the exchange ended cleanly and the peer keeps the connection open."""
+        """Whether the exchange ended cleanly and the peer keeps the connection open.
+
+        One that answered before it had the whole request does not count: many servers close then, without saying so.
+        """
+        return self.settled and self._keep_alive and not self._early
+
+    @property
+    def settled(self) -> bool:
+        """Whether both directions of the exchange ended cleanly, so that nothing is lost by waiting for a close."""
         return (
             self._complete
             and not self._chunks
             and self.request_complete
-            and self._keep_alive
             and not self._tainted
             and not self._upgraded
             and self._lost is None
@@ -178,7 +186,7 @@ class UpstreamConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Drop the connection at once. An answer that was to end with the connection counts as broken off."""
         if self._lost is None:
-            self._lost = "was cut off"
+            self._lost = "was cut off before its answer was complete"
         if self._transport is not None:
             self._transport.abort()
 
@@ -207,7 +215,8 @@ class UpstreamConnection(asyncio.Protocol):
         if self._until_close and exc is None and self._lost is None:
             self._complete = True
         if self._lost is None:
-            self._lost = "closed the connection" if exc is None else "broke the connection"
+            how = "closed" if exc is None else "broke"
+            self._lost = f"{how} the connection without a complete answer"
         self._wake()
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
@@ -241,6 +250,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._headers = []
             return
         self._head = ResponseHead(status, tuple(self._headers))
+        self._early = not self.request_complete
         self._keep_alive = self._parser.should_keep_alive()
         if self._head_request:
             # The parser would wait for the body that Content-Length announces. Without the body its judgement of

@@ -128,7 +128,7 @@ class WebSocketExchange:
             if self._pool.closed:
                 return replies.sandbox_not_found(sandbox_id)
             log.info("guest_answer_lost", sandbox_id=sandbox_id, port=port, what=lost.what, answer_begun=self._answered)
-            return replies.bad_upstream(sandbox_id, port, f"{lost.what} without a complete answer")
+            return replies.bad_upstream(sandbox_id, port, lost.what)
         finally:
             if connection is not None:
                 connection.abort()
@@ -162,7 +162,7 @@ class WebSocketExchange:
         offered = self._scope.get("subprotocols") or ()
         protocol = chosen.decode("latin-1") if chosen is not None else None
         if protocol is not None and protocol not in offered:
-            raise UpstreamLostError("chose a subprotocol that was not offered,", answered=True)
+            raise UpstreamLostError("chose a subprotocol that was not offered", answered=True)
         self._accepted = True
         await self._send(
             {
