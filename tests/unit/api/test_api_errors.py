@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import pytest
@@ -241,6 +242,20 @@ async def test_each_answer_has_an_id_of_its_own_and_no_server_header(client: Cli
     answers = [await client("GET", "/health"), await client("GET", "/nowhere")]
     assert len({answer.headers["X-Request-Id"] for answer in answers}) == 2
     assert all("Server" not in answer.headers for answer in answers)
+    for answer in answers:
+        assert answer.headers.getall("Date") == [answer.headers["Date"]]
+        assert parsedate_to_datetime(answer.headers["Date"]).tzinfo is not None
+
+
+@pytest.mark.parametrize("path", ["/sandboxes", "/v2/sandboxes"])
+@pytest.mark.parametrize("field", ["envVars", "metadata"])
+@pytest.mark.parametrize("pair", [b'"a": "\\udc80"', b'"\\ud800": "a"', b'"a": "\xed\xa0\x80"'])
+async def test_lone_surrogates_reach_no_sandbox(
+    client: Client, service: FakeService, path: str, field: str, pair: bytes
+) -> None:
+    body = b'{"templateID": "base", "%s": {%s}}' % (field.encode(), pair)
+    assert_error(await client("POST", path, data=body), 400)
+    assert not service.created
 
 
 async def test_names_with_slashes_are_one_segment(client: Client) -> None:

@@ -320,6 +320,12 @@ async def test_useless_answers_are_a_bad_gateway(world: World, raw: bytes) -> No
         body = json.loads(answer.body)
         assert (answer.status, body["code"], body["port"]) == (502, 502, guest.port)
         assert "not open" not in body["message"] and "not found" not in body["message"]
+        assert body["message"].removeprefix("The sandbox is running but the service on the port ") in {
+            "closed the connection without a complete answer",
+            "did not answer in HTTP",
+            "answered with status 101",
+            "answered with status 999",
+        }
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked", "close"])
