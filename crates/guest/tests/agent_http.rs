@@ -57,6 +57,18 @@ async fn only_health_is_open_once_a_token_is_set() {
     assert_eq!(status, 200);
 }
 
+#[test]
+fn a_wrong_flag_is_one_line_in_the_log() {
+    let ended = std::process::Command::new(env!("CARGO_BIN_EXE_aenv-guest"))
+        .args(["agent", "--no-such-flag"])
+        .output()
+        .unwrap();
+    assert_eq!(ended.status.code(), Some(2));
+    let entry = json_of(&ended.stderr);
+    assert_eq!(entry["level"], "error");
+    assert!(entry["error"].as_str().unwrap().contains("--no-such-flag"));
+}
+
 #[tokio::test]
 async fn preflights_need_no_token() {
     let agent = Agent::start();

@@ -127,6 +127,34 @@ mod tests {
     }
 
     #[test]
+    #[ignore = "it fails by design, in a process of its own that `a_panic_is_one_line` starts"]
+    fn panics() {
+        std::panic::set_hook(Box::new(panicked));
+        panic!("two\nlines");
+    }
+
+    #[test]
+    fn a_panic_is_one_line() {
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "agent::log::tests::panics",
+                "--ignored",
+                "--nocapture",
+            ])
+            .output()
+            .unwrap();
+        let lines = String::from_utf8(child.stderr).unwrap();
+        let lines: Vec<Value> = lines
+            .lines()
+            .filter_map(|line| serde_json::from_str(line).ok())
+            .collect();
+        assert_eq!(lines.len(), 1);
+        assert_eq!(lines[0]["error"], "two\nlines");
+        assert!(lines[0]["location"].as_str().unwrap().contains("log.rs:"));
+    }
+
+    #[test]
     fn a_line_is_one_json_object_and_fits_a_pipe() {
         let line = format_line(UNIX_EPOCH, "info", "a\nb", json!({"pid": 7}));
         assert_eq!(line.matches('\n').count(), 1);
