@@ -74,7 +74,7 @@ async def test_both_directions_flow_at_once(world: World) -> None:
                 assert await client.read_chunk() == b"PART %d" % number
             await client.write(b"0\r\n\r\n")
             assert await client.read_chunk() == b""
-        assert guest.connections == 1
+        assert guest.connections == 2
 
 
 async def test_an_early_answer_ends_the_exchange(world: World) -> None:
