@@ -224,7 +224,7 @@ async fn a_fork_gets_another_name_and_machine_id() {
     );
     assert_eq!(
         fs::read_to_string(agent.path("etc/hosts")).unwrap(),
-        "127.0.0.1\tlocalhost\n127.0.1.1\ttwo\n"
+        "127.0.0.1\tlocalhost\n127.0.1.1\ttwo\t# agentenv\n"
     );
     assert_eq!(
         fs::read_to_string(agent.path("etc/hostname")).unwrap(),
