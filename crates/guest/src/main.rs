@@ -7,6 +7,7 @@ mod init;
 mod process;
 mod proto;
 mod rpc;
+mod timestamp;
 
 use std::{env, process::ExitCode};
 
