@@ -44,6 +44,8 @@ from agentenv.vmm.console import last_lines
 
 _log = structlog.get_logger(__name__)
 _BOOTS = 2
+_CRASH_LINES = 60
+"""Lines of the console that are logged when a guest crashed: a kernel's whole complaint."""
 
 
 class _GuestEndedError(SandboxStartError):
@@ -122,9 +124,11 @@ class Launcher:
             if not isinstance(outcome, _GuestEndedError) or not boots_left:
                 raise outcome
             # Emulated kernels crash once in a hundred boots or so, for no fault of the caller.
-            _log.warning("guest_ended_at_boot", sandbox=holdings.sandbox_id, error=outcome.message)
-            assert holdings.machine is not None  # noqa: S101 - it just ended
-            await holdings.machine.kill()
+            machine = holdings.machine
+            assert machine is not None  # noqa: S101 - it just ended
+            console = await _console_end(machine, _CRASH_LINES)
+            _log.warning("guest_ended_at_boot", sandbox=holdings.sandbox_id, error=outcome.message, console=console)
+            await machine.kill()
             await self._disks.remove(holdings.directory)
             await make_disk()
         raise AssertionError("the last boot returned or raised")
@@ -279,5 +283,9 @@ def remove_directory(directory: Path) -> None:
 
 async def last_words(machine: Machine) -> str:
     """The last line that the guest wrote to its console, for messages."""
-    lines = await in_thread(lambda: last_lines(machine.console_log(), 1))
+    lines = await _console_end(machine, 1)
     return lines[0] if lines else "(nothing)"
+
+
+async def _console_end(machine: Machine, lines: int) -> list[str]:
+    return await in_thread(lambda: last_lines(machine.console_log(), lines))
