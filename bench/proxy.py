@@ -1,7 +1,8 @@
 """What the sandbox proxy costs: the same requests to a service directly and through the proxy, interleaved in one run.
 
 Everything runs natively on this host: a service on 127.0.0.2, the proxy in uvicorn, and this client, each a process of
-its own. A forwarder made of aiohttp's client stands beside it, for comparison only. Prints a Markdown table.
+its own. A forwarder made of aiohttp's client stands beside it, for comparison only.
+Writes its table to bench/RESULTS.md.
 
 Run: .venv/bin/python bench/proxy.py [--requests N] [--mib N]
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -19,6 +19,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from support.report import write_section
 
 GUEST = "127.0.0.2"
 SANDBOX = "ibench"
@@ -183,17 +185,22 @@ def measure(clients: dict[str, Client], requests: int, mib: int) -> None:
         return {name: statistics.median(run(client) for _ in range(3)) / 1e6 for name, client in clients.items()}
 
     down, up = rates(lambda client: client.down(size)), rates(lambda client: client.up(size))
-    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f};")
-    print(f"{requests} interleaved POSTs of 200 bytes on one kept connection; streams of {mib} MiB, median of 3.\n")
-    print("| way | p50 ms | p99 ms | p50 beyond direct ms | down MB/s | up MB/s |")
-    print("| --- | --- | --- | --- | --- | --- |")
     base = statistics.median(times["direct"])
+    rows = []
     for name, values in times.items():
         p50, p99 = statistics.median(values), statistics.quantiles(values, n=100)[98]
-        print(
-            f"| {name} | {p50 * 1e3:.3f} | {p99 * 1e3:.3f} | {(p50 - base) * 1e3:.3f} "
-            f"| {down[name]:.0f} | {up[name]:.0f} |"
+        rows.append(
+            [name, f"{p50 * 1e3:.3f}", f"{(p50 - base) * 1e3:+.3f}", f"{p99 * 1e3:.3f}"]
+            + [f"{down[name]:.0f}", f"{up[name]:.0f}"]
         )
+    write_section(
+        "proxy",
+        "The proxy, native",
+        f"{requests} interleaved POSTs of 200 bytes on one kept connection of the client; streams of {mib} MiB, median "
+        "of 3. Behind the proxy each POST has a connection of its own, so that it is never sent twice.",
+        ["way", "p50 ms", "beyond direct", "p99 ms", "down MB/s", "up MB/s"],
+        rows,
+    )
 
 
 def main() -> None:
