@@ -189,10 +189,8 @@ def measure(clients: dict[str, Client], requests: int, mib: int) -> None:
     rows = []
     for name, values in times.items():
         p50, p99 = statistics.median(values), statistics.quantiles(values, n=100)[98]
-        rows.append(
-            [name, f"{p50 * 1e3:.3f}", f"{(p50 - base) * 1e3:+.3f}", f"{p99 * 1e3:.3f}"]
-            + [f"{down[name]:.0f}", f"{up[name]:.0f}"]
-        )
+        latencies = (f"{p50 * 1e3:.3f}", f"{(p50 - base) * 1e3:+.3f}", f"{p99 * 1e3:.3f}")
+        rows.append([name, *latencies, f"{down[name]:.0f}", f"{up[name]:.0f}"])
     write_section(
         "proxy",
         "The proxy, native",
