@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 import pytest
 from e2b import CommandExitException, Sandbox
 
-from harness.leftovers import leftovers_of
+from harness.leftovers import leftovers_of, memory_directory_of
 from harness.server import AENV, RunningServer
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
@@ -138,5 +138,6 @@ def test_drain_ends_everything(own_server: RunningServer) -> None:
     drained.terminate()
     assert drained.wait(timeout=60) == 0
     assert leftovers_of(own_server.home) == []
+    assert not memory_directory_of(own_server.home).exists()
     own_server.start()
     assert json.dumps(own_server.api("GET", "/v2/sandboxes")[1]) == "[]"

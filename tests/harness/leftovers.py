@@ -30,6 +30,10 @@ def leftovers_of(home: Path) -> list[str]:
     sandboxes = home / "sandboxes"
     names = [path.name for path in sandboxes.iterdir()] if sandboxes.is_dir() else []
     found += [f"directory {name}" for name in names]
-    owner = hashlib.sha256(str(home).encode()).hexdigest()[:12]
-    found += [f"memory file {memory}" for memory in Path("/dev/shm", f"aenv-{owner}").glob("*")]
+    found += [f"memory file {memory}" for memory in memory_directory_of(home).glob("*")]
     return found
+
+
+def memory_directory_of(home: Path) -> Path:
+    """Where the guest memory of this home lies; there is no such directory when no server and no machine runs."""
+    return Path("/dev/shm", "aenv-" + hashlib.sha256(str(home).encode()).hexdigest()[:12])

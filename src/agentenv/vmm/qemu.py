@@ -252,7 +252,6 @@ class QemuVmm:
         self._logs = LogKeeper()
         self._machines: set[QemuMachine] = set()
         self._caretaker = Caretaker(lambda: self._machines)
-        self._used_memory = False
 
     @property
     def name(self) -> str:
@@ -312,15 +311,13 @@ class QemuVmm:
             machine.detach()
         self._machines.clear()
         await self._logs.close()
-        if self._used_memory:
-            with contextlib.suppress(OSError):  # it is not empty while machines run
-                self.memory_dir.rmdir()
+        with contextlib.suppress(OSError):  # it is not empty while machines run
+            self.memory_dir.rmdir()
 
     def _keep(self, machine: QemuMachine) -> None:
         self._machines = {known for known in self._machines if known.running}
         self._machines.add(machine)
         self._caretaker.start()
-        self._used_memory = True
 
     async def _start(self, config: MachineConfig, state: Path | None, memory_file: Path) -> QemuMachine:
         started: list[ProcessHandle] = []
