@@ -17,38 +17,22 @@ app = typer.Typer(no_args_is_help=True, help="Kernel, initramfs and base templat
 
 @app.command()
 def build(
-    guest_binary: Annotated[Path, typer.Option("--guest-binary", help="The built aenv-guest program.")],
+    guest_binary: Annotated[
+        Path | None, typer.Option("--guest-binary", help="The aenv-guest program; default: what make setup built.")
+    ] = None,
 ) -> None:
     """Make the kernel, the initramfs and the base template; what is up to date is left alone."""
-    from agentenv.guest.assets import build_assets  # heavy imports only where needed
-    from agentenv.templates.base import ensure_base_template
+    from agentenv.cli.provision import find_guest_binary, provision  # heavy imports only where needed
 
-    shown = ""
-
-    def progress(phase: str, detail: str, fraction: float | None) -> None:
-        nonlocal shown
-        percent = "" if fraction is None else f" {fraction:4.0%}"
-        line = f"{phase}: {detail}"
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{line}{percent}")
-        elif line != shown:
-            sys.stderr.write(f"{line}{percent}\n")
-        shown = line
-        sys.stderr.flush()
-
+    binary = guest_binary or find_guest_binary()
+    if binary is None or not binary.is_file():
+        raise CommandError(f"{binary or 'the aenv-guest program'} does not exist; build it with `make setup`")
     try:
         settings = load_settings()
-        if not guest_binary.is_file():
-            raise CommandError(f"{guest_binary} does not exist; build it with `make setup`")
-        assets = build_assets(settings, guest_binary, progress)
-        template = ensure_base_template(settings, progress)
-        ensure_base_template(settings, progress)
+        assets = provision(settings, binary)
     except AgentEnvError as error:
         raise CommandError(str(error)) from error
-    finally:
-        if shown and sys.stderr.isatty():
-            sys.stderr.write("\n")
-    sys.stdout.write(f"kernel {assets.kernel_version}, template {template.template_id}, in {settings.home}\n")
+    sys.stdout.write(f"kernel {assets.kernel_version}, template base, in {settings.home}\n")
 
 
 def home() -> None:

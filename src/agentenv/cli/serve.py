@@ -26,6 +26,7 @@ from agentenv.api.app import create_app
 from agentenv.api.keys import load_or_create_api_key
 from agentenv.cli.http_server import HttpServer, base_url, bound_socket, parse_listen
 from agentenv.cli.log_setup import set_up_logging
+from agentenv.cli.provision import provision_new_home
 from agentenv.config import Settings, load_settings
 from agentenv.errors import ConfigurationError
 from agentenv.guest.assets import load_assets
@@ -70,6 +71,7 @@ def serve(listen: str, *, drain: bool = False, config: Path | None = None) -> in
     _raise_file_limit()
     with ServerLock(settings.paths.lock), contextlib.closing(bound_socket(host, port)) as listener:
         api_key = load_or_create_api_key(settings)
+        provision_new_home(settings)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_run(settings, api_key, listener, drain=drain))
