@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Starts a server on a free port, runs the quickstart with the official e2b package against it, and stops the server.
+# The server has a home of its own that borrows the built assets, so that one that already runs is left alone.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "$0")/environment.sh"
@@ -8,6 +9,10 @@ scratch=$(mktemp -d)
 ready=$scratch/ready
 log=$scratch/server.log
 mkfifo "$ready"
+built=$("${AS_ROOT[@]}" .venv/bin/aenv home)
+mkdir "$scratch/home"
+ln -s "$built/assets" "$built/templates" "$scratch/home/"
+export AENV_HOME=$scratch/home
 "${AS_ROOT[@]}" .venv/bin/aenv serve --listen 127.0.0.1:0 --drain >"$ready" 2>"$log" &
 server=$!
 stop() {
@@ -15,7 +20,7 @@ stop() {
         "${AS_ROOT[@]}" kill -TERM "$server" 2>/dev/null || true
         wait "$server" || true
     fi
-    rm -rf "$scratch"
+    "${AS_ROOT[@]}" rm -rf "$scratch"
 }
 trap stop EXIT
 
@@ -29,7 +34,7 @@ echo "$line"
 url=${line##* }
 
 export E2B_API_URL=$url E2B_SANDBOX_URL=$url
-E2B_API_KEY=${AENV_API_KEY:-$("${AS_ROOT[@]}" cat "$("${AS_ROOT[@]}" .venv/bin/aenv home)/secrets/api-key")}
+E2B_API_KEY=${AENV_API_KEY:-$("${AS_ROOT[@]}" cat "$AENV_HOME/secrets/api-key")}
 export E2B_API_KEY
 step "examples/quickstart.py"
 if ! .venv/bin/python examples/quickstart.py; then

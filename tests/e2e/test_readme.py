@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import uuid
 from pathlib import Path
 
 import pytest
@@ -97,11 +98,24 @@ def test_toml_example() -> None:
 
 @pytest.mark.timeout(900)
 def test_demo() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("E2B_")}
-    before = {path.name for path in Path("/run/aenv/slots").glob("*")}
-    output = run(["make", "demo"], environment)
+    mark = f"DEMO_MARK={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    environment = {key: text for key, text in os.environ.items() if not key.startswith("E2B_")}
+    output = run(["make", "demo"], {**environment, name: value})
     assert "the sandbox is gone" in output
     assert output.rstrip().splitlines()[-1].startswith("done.")
-    claims = {path.name: path.read_text() for path in Path("/run/aenv/slots").glob("*") if path.name not in before}
-    home = os.environ.get("AENV_HOME", "/var/lib/aenv")
-    assert [name for name, owner in claims.items() if owner.strip() == home] == []
+    assert processes_with(mark) == [], "the demo's server has ended"
+    homes = [Path(claim.read_text().strip()) for claim in Path("/run/aenv/slots").glob("*")]
+    assert [home for home in homes if not home.exists()] == [], "the demo gave its slots back"
+
+
+def processes_with(mark: str) -> list[str]:
+    """Command lines of the processes that have this variable in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
