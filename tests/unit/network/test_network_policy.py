@@ -168,9 +168,9 @@ def test_host_rules_open_callbacks_only_when_there_are_any() -> None:
 
 
 def test_entries_are_sorted_by_kind() -> None:
-    parsed = parse_entries(["8.8.8.8", " 10.1.2.3/8", "Example.COM", "*.pypi.org", "1.1.1.1/32"])
+    parsed = parse_entries(["8.8.8.8", " 10.1.2.3/8", "Example.COM", "*.example.org", "1.1.1.1/32"])
     assert parsed.networks == net("8.8.8.8/32", "10.0.0.0/8", "1.1.1.1/32")
-    assert parsed.domains == ("example.com", "*.pypi.org")
+    assert parsed.domains == ("example.com", "*.example.org")
 
 
 @pytest.mark.parametrize(
