@@ -9,6 +9,12 @@ import pytest
 
 from harness.server import RunningServer
 
+# What the shell of whoever runs the tests says about a server must not reach tests of settings. `harness.server` has
+# already noted where the built assets are.
+for _name in [name for name in os.environ if name.startswith(("AENV_", "E2B_"))]:
+    if _name not in ("AENV_CACHE", "AENV_TEST_KEEP"):
+        del os.environ[_name]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start virtual machines or change the network need root; without it they are skipped by name."""

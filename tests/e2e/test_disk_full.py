@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from e2b import NotEnoughSpaceException, Sandbox, TimeoutException
 
-from harness.server import RunningServer, built_home
+from harness.server import BUILT_HOME, RunningServer
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
 
@@ -22,7 +22,7 @@ def small_home(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(home)], check=True)
     try:
         for name in ("assets", "templates"):
-            (home / name).symlink_to(built_home() / name)
+            (home / name).symlink_to(BUILT_HOME / name)
         (home / "config.toml").write_text("[sandbox]\nmin_free_disk_mib = 128\n")
         yield home
     finally:

@@ -6,12 +6,13 @@ background threads that live as long as the process, in whichever namespace it w
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from harness.server import REPOSITORY
+from harness.server import BUILT_HOME, REPOSITORY
 
 
 @pytest.mark.vm
@@ -21,6 +22,7 @@ def test_egress_of_real_guests() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/e2e/egress_suite.py"],
         cwd=REPOSITORY,
+        env={**os.environ, "AENV_HOME": str(BUILT_HOME)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.server import REPOSITORY, RunningServer
+from harness.server import BUILT_HOME, REPOSITORY, RunningServer
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
 
@@ -100,8 +100,8 @@ def test_toml_example() -> None:
 def test_demo() -> None:
     mark = f"DEMO_MARK={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
-    environment = {key: text for key, text in os.environ.items() if not key.startswith("E2B_")}
-    output = run(["make", "demo"], {**environment, name: value})
+    inherited = {key: text for key, text in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    output = run(["make", "demo"], {**inherited, "AENV_HOME": str(BUILT_HOME), name: value})
     assert "the sandbox is gone" in output
     assert output.rstrip().splitlines()[-1].startswith("done.")
     assert processes_with(mark) == [], "the demo's server has ended"

@@ -37,7 +37,7 @@ from agentenv.vmm.probe_guest import ArchiveEntry, newc_archive
 from agentenv.vmm.qemu import QemuVmm
 from agentenv.vmm.qemu_command import Acceleration
 from agentenv.vmm.qmp import QmpClient
-from harness.server import built_home
+from harness.server import BUILT_HOME
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
 
@@ -50,7 +50,7 @@ DEADLINE_S = 120.0
 def kernel() -> Path:
     """The kernel that `make setup` made."""
     try:
-        return load_assets(load_settings().model_copy(update={"home": built_home()})).kernel
+        return load_assets(load_settings().model_copy(update={"home": BUILT_HOME})).kernel
     except AgentEnvError as error:
         pytest.fail(f"the guest assets are missing, run `make setup`: {error}")
 

@@ -22,18 +22,21 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 AENV = REPOSITORY / ".venv" / "bin" / "aenv"
 
 
-def built_home() -> Path:
-    """The home in which `make setup` made assets and the base template."""
+def _built_home() -> Path:
     if os.environ.get("AENV_HOME"):
         return Path(os.environ["AENV_HOME"])
     return Path("/var/lib/aenv") if os.geteuid() == 0 else Path.home() / ".local/share/aenv"
+
+
+BUILT_HOME = _built_home()
+"""The home in which `make setup` made assets and the base template."""
 
 
 def new_home(config: str = "") -> Path:
     """A fresh home that shares the built assets and templates through links."""
     home = Path(tempfile.mkdtemp(prefix="aenv-test-"))
     for name in ("assets", "templates"):
-        (home / name).symlink_to(built_home() / name)
+        (home / name).symlink_to(BUILT_HOME / name)
     if config:
         (home / "config.toml").write_text(config)
     return home
