@@ -197,6 +197,8 @@ def test_terminal_interrupt_and_kill(sandbox: Sandbox) -> None:
     assert again.pid == terminal.pid
     assert sandbox.commands.run("while pgrep -f 'sleep 98765[4]'; do sleep 0.1; done", timeout=60).exit_code == 0
     assert sandbox.pty.kill(terminal.pid) is True
+    with pytest.raises(CommandExitException):
+        again.wait()
     assert sandbox.pty.kill(terminal.pid) is False
 
 
