@@ -159,8 +159,10 @@ async def test_policy_is_replaced_without_a_gap(home: Path, world: World) -> Non
         async def probe() -> int:
             rounds = 0
             while not done.is_set():
-                with pytest.raises(OSError, match="No route to host"):
+                with pytest.raises(OSError) as refused:
                     await guest.ask(PUBLIC_2, 80, b"leak")
+                # The kernel limits the rate of its refusals; silence is as closed.
+                assert isinstance(refused.value, TimeoutError) or "No route to host" in str(refused.value)
                 rounds += 1
             return rounds
 
