@@ -1,0 +1,2 @@
+//! The block daemon.
+fn main() {}
