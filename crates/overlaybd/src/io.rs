@@ -83,7 +83,8 @@ impl WriteAt for File {
 
     fn punch_hole(&self, range: Range<u64>) -> io::Result<()> {
         let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(self, flags, range.start, range.end - range.start).map_err(io::Error::from)
+        rustix::fs::fallocate(self, flags, range.start, range.end - range.start)
+            .map_err(io::Error::from)
     }
 
     fn data_extents(&self, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
