@@ -10,7 +10,7 @@ SHELL := /bin/bash
 help: ## what can be done here
 	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-setup: ## install what is missing, build the guest program, make guest assets and the base template
+setup: ## install what is missing, build the Rust programs, make guest assets and the base template
 	@scripts/setup.sh
 
 demo: setup ## start a server, run examples/quickstart.py against it, stop
@@ -26,5 +26,5 @@ bench: setup ## benchmarks; writes bench/RESULTS.md
 	@scripts/bench.sh
 
 clean: ## remove what the build made in this folder (not AENV_HOME, not caches)
-	rm -rf .venv build target .mypy_cache .ruff_cache .pytest_cache tests/conformance/js/node_modules
+	rm -rf .venv build target src/agentenv/_native*.so .mypy_cache .ruff_cache .pytest_cache tests/conformance/js/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,9 @@ export PATH="$HOME/.cargo/bin:$PATH:/usr/sbin:/sbin"
 
 GUEST_TARGET="$(uname -m)-unknown-linux-gnu"
 GUEST_BINARY="build/aenv-guest"
+# shellcheck disable=SC2034  # for the scripts that source this
+BLOCKD_BINARY="build/aenv-blockd"
+NATIVE_MODULE="src/agentenv/_native.abi3.so"
 
 # How to become root, as words in front of a command, so that a command in the background keeps its own pid.
 AS_ROOT=()

@@ -87,29 +87,40 @@ fi
 
 # --- Python environment ---------------------------------------------------------------------------------------------
 
+mkdir -p build "$CARGO_TARGET_DIR"
+# Clones share the cache of compiled crates, and each build puts its result in the same place: build and copy as one.
+build_lock="$CARGO_TARGET_DIR/.aenv.lock"
+
+place() { # built mode destination: replace what differs by a new file, never the bytes that a process may have mapped
+    if ! cmp -s "$1" "$3"; then
+        install -m "$2" "$1" "$3.new"
+        mv "$3.new" "$3"
+    fi
+}
+
 stamp=.venv/.stamp
 wanted=$(cat pyproject.toml requirements.lock scripts/setup.sh | sha256sum | cut -d' ' -f1)
 if [ ! -x .venv/bin/aenv ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     step "Python environment (.venv)"
     [ -x .venv/bin/python ] || "$(python_of)" -m venv .venv
-    .venv/bin/python -m pip install -q --disable-pip-version-check -c requirements.lock -e '.[dev]'
+    rm -f "$NATIVE_MODULE" # pip would write over it
+    flock "$build_lock" .venv/bin/python -m pip install -q --disable-pip-version-check -c requirements.lock -e '.[dev]'
     echo "$wanted" >"$stamp"
 fi
 
-# --- guest program --------------------------------------------------------------------------------------------------
+# --- Rust programs and the Python extension -------------------------------------------------------------------------
 
-step "guest program (cargo build)"
-mkdir -p build "$CARGO_TARGET_DIR"
+step "guest program, block daemon, Python extension (cargo build)"
 (
-    # Clones share the cache of compiled crates, and each build puts its program in the same place: build and copy as one.
     flock 9
+    # The programs are static: one runs in any guest, the other is copied into the assets.
     CARGO_TERM_PROGRESS_WHEN=auto RUSTFLAGS="-C target-feature=+crt-static" \
-        cargo build --release --locked -p aenv-guest --target "$GUEST_TARGET"
-    if ! cmp -s "$CARGO_TARGET_DIR/$GUEST_TARGET/release/aenv-guest" "$GUEST_BINARY"; then
-        install -m 0755 "$CARGO_TARGET_DIR/$GUEST_TARGET/release/aenv-guest" "$GUEST_BINARY.new"
-        mv "$GUEST_BINARY.new" "$GUEST_BINARY"
-    fi
-) 9>"$CARGO_TARGET_DIR/.aenv.lock"
+        cargo build --release --locked -p aenv-guest -p aenv-blockd --target "$GUEST_TARGET"
+    place "$CARGO_TARGET_DIR/$GUEST_TARGET/release/aenv-guest" 0755 "$GUEST_BINARY"
+    place "$CARGO_TARGET_DIR/$GUEST_TARGET/release/aenv-blockd" 0755 "$BLOCKD_BINARY"
+    cargo build --release --locked -p agentenv-native
+    place "$CARGO_TARGET_DIR/release/libagentenv_native.so" 0755 "$NATIVE_MODULE"
+) 9>"$build_lock"
 
 # --- guest assets and the base template -----------------------------------------------------------------------------
 
