@@ -1,0 +1,1 @@
+//! NBD on a unix socket.
