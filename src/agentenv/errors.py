@@ -148,6 +148,23 @@ class StorageError(AgentEnvError):
     """A disk could not be made, opened or removed."""
 
 
+class LayerError(StorageError):
+    """A layer is missing, damaged, of a kind that this version does not read, or beyond a limit."""
+
+
+class BlockDaemonError(StorageError):
+    """The block daemon refused a request, or could not be asked.
+
+    Attributes:
+        code: the daemon's word for it (docs/blockd.md), or `unavailable` when no answer came: then what was asked may
+            or may not have been done.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class GuestAgentError(AgentEnvError):
     """The agent inside the guest did not answer, or answered with an error."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.errors import InsufficientStorageError
-from agentenv.storage.disks import DiskStore, free_bytes
+from agentenv.storage.file_disks import DiskStore, free_bytes
 from agentenv.vmm.base import DiskFormat
 
 pytestmark = pytest.mark.root

@@ -37,7 +37,7 @@ from agentenv.orchestrator.lock import ServerLock
 from agentenv.orchestrator.orchestrator import Orchestrator
 from agentenv.orchestrator.orphans import HostOrphans
 from agentenv.proxy.app import SandboxProxy
-from agentenv.storage.disks import DiskStore
+from agentenv.storage.file_disks import DiskStore
 from agentenv.templates.store import TemplateStore
 from agentenv.vmm.host import filesystem_is_tmpfs
 from agentenv.vmm.memory import choose_memory_dir

@@ -1,166 +1,135 @@
-"""Root disks of sandboxes: a writable copy of a template's raw image, as cheap as the host allows.
+"""Root disks of sandboxes: a stack of stored layers with an upper of its own, served by the block daemon over NBD.
 
-In this order: a reflink where the file system can; a qcow2 overlay where the VMM opens one; else a copy without the
-holes. The template's image must stay in place, unchanged, while an overlay of it exists. Layered storage will replace
-this file; it must not know about templates or sandboxes.
+A disk's layers are the references of `disk:<id>` in the layer store; `disks/<id>/disk.json` says the rest; the daemon
+remembers what is open. Any of them may be ahead of the others after a crash, and `reconcile` brings them together.
+This file must not know templates or sandboxes.
 """
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import structlog
+from agentenv.storage.daemon import BlockDaemonProcess
+from agentenv.storage.layers import LayerStore, StoredLayer
+from agentenv.vmm.base import Disk
 
-from agentenv.errors import InsufficientStorageError, StorageError
-from agentenv.storage.copying import copy_sparse, reflink
-from agentenv.storage.qcow2 import write_overlay
-from agentenv.vmm.base import Disk, DiskFormat
-from agentenv.vmm.process import finish_in_thread
-
-log = structlog.get_logger(__name__)
-
-RAW_NAME = "disk.raw"
-OVERLAY_NAME = "disk.qcow2"
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+SOCKET_NAME = "disk.sock"
+DEFAULT_MAX_CHAIN_DEPTH = 16
 
 
-def free_bytes(path: Path) -> int:
-    """Bytes that are free for this user on the file system that holds `path`.
+@dataclass(frozen=True, slots=True)
+class DiskEvent:
+    """Something that happened to a disk while it was in use."""
 
-    Raises:
-        StorageError: the path does not exist or cannot be looked at.
-    """
-    try:
-        status = os.statvfs(path)
-    except OSError as error:
-        raise StorageError(f"cannot look at the file system of {path}: {error.strerror}") from error
-    return status.f_bavail * status.f_frsize
+    disk_id: str
+    kind: Literal["no_space", "io_error", "failed"]
+    """`no_space`: a write of the guest failed, the file system is full. `io_error`: the host's storage refused.
+    `failed`: the disk could not be opened again after the daemon died."""
+    message: str
 
 
 class DiskStore:
-    """Makes and removes disks.
+    """Makes, captures and removes disks. Used from one event loop.
 
     Args:
-        formats: what the VMM opens (`Vmm.disk_formats`).
+        daemon: started.
+        layers: where the layers are.
+        disks_directory: uppers lie below it, `<id>/`; made when it is missing. On the file system of the layers.
+        max_chain_depth: stacks deeper than this are merged in the background.
     """
 
-    def __init__(self, formats: frozenset[DiskFormat]) -> None:
-        self._formats = formats
-        self._without_reflink: set[tuple[int, int]] = set()
-        """Pairs of devices (template's, sandbox's) that refused a reflink, so that it is not tried for each disk."""
+    def __init__(
+        self,
+        daemon: BlockDaemonProcess,
+        layers: LayerStore,
+        disks_directory: Path,
+        *,
+        max_chain_depth: int = DEFAULT_MAX_CHAIN_DEPTH,
+    ) -> None:
+        raise NotImplementedError
 
-    async def create(self, template_disk: Path, directory: Path) -> Disk:
-        """Make a writable disk in `directory` with the content of `template_disk` (raw). Its path is absolute.
+    def on_event(self, callback: Callable[[DiskEvent], None]) -> None:
+        """Have `callback` called for each event of a disk, in the event loop. One callback; the last one wins."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """Begin to listen for events and to do background work. Call `reconcile` next.
+
+        Raises:
+            StorageError: the store of layers or the directory of disks is not usable.
+        """
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """End background work. Disks stay open in the daemon. Idempotent."""
+        raise NotImplementedError
+
+    async def create(self, disk_id: str, layers: Sequence[str], virtual_size: int, directory: Path) -> Disk:
+        """Open a stack with a fresh upper and export it.
 
         A failed or cancelled call leaves nothing.
 
+        Args:
+            disk_id: the sandbox's id.
+            layers: digests, bottom first; may be empty.
+            virtual_size: bytes; 0 takes that of the layers.
+            directory: exists; the socket is made in it.
+
+        Returns:
+            The disk, whose path is relative to `directory`.
+
         Raises:
             InsufficientStorageError: the file system is full.
-            StorageError: the template's image is missing, or the disk exists or cannot be made.
+            LayerError: a layer is not in the store, or is damaged.
+            StorageError: the disk exists, or the daemon refuses.
         """
-        return await finish_in_thread(
-            lambda: self._create(template_disk, directory), lambda disk: disk.path.unlink(missing_ok=True)
-        )
+        raise NotImplementedError
 
-    async def remove(self, directory: Path) -> None:
-        """Remove what `create` made in the directory. Idempotent, also when the directory is gone.
+    async def remove(self, disk_id: str) -> None:
+        """Close a disk and remove all that it has. Idempotent, also for what a crash left of one.
 
         Raises:
             StorageError: it cannot be removed.
         """
-        await asyncio.to_thread(_remove, directory)
+        raise NotImplementedError
 
-    async def usage(self, disk: Disk) -> int:
-        """Bytes that the disk takes up on the host. Blocks that a reflink shares with the template count, too.
+    async def reconcile(self, keep: Collection[str]) -> Sequence[str]:
+        """Remove every disk that is not in `keep`, and open those in it that the daemon lost.
+
+        Returns:
+            What was removed or opened again, in words for the log.
+
+        Raises:
+            StorageError: a disk cannot be removed. A disk in `keep` that does not open is an event (`failed`).
+        """
+        raise NotImplementedError
+
+    async def usage(self, disk_id: str) -> int:
+        """Bytes that the disk itself takes up on the host: its upper and the layers captured from it.
 
         Raises:
             StorageError: there is no such disk.
         """
-        try:
-            status = await asyncio.to_thread(os.stat, disk.path)
-        except OSError as error:
-            raise StorageError(f"cannot look at the disk {disk.path}: {error.strerror}") from error
-        return status.st_blocks * 512
+        raise NotImplementedError
 
-    def _create(self, template_disk: Path, directory: Path) -> Disk:
-        try:
-            source = os.open(template_disk, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StorageError(f"cannot open the template's disk {template_disk}: {error.strerror}") from error
-        try:
-            disk = self._try_reflink(source, directory)
-            if disk is None and DiskFormat.QCOW2 in self._formats:
-                disk = _make_overlay(source, template_disk, directory)
-            return disk or _make_copy(source, directory)
-        except OSError as error:
-            if error.errno in _FULL:
-                raise InsufficientStorageError(
-                    f"no space left for a disk in {directory}; remove sandboxes or enlarge the file system"
-                ) from error
-            raise StorageError(f"cannot make a disk in {directory}: {error.strerror}") from error
-        finally:
-            os.close(source)
+    async def capture(self, disk_id: str) -> StoredLayer:
+        """Seal what was written since the last capture into a layer of the store, while the disk goes on.
 
-    def _try_reflink(self, source: int, directory: Path) -> Disk | None:
-        devices = (os.fstat(source).st_dev, directory.stat().st_dev)
-        if devices in self._without_reflink:
-            return None
-        path = directory.absolute() / RAW_NAME
-        with _NewFile(path) as file:
-            if reflink(source, file.descriptor):
-                file.keep()
-                return Disk(path)
-        self._without_reflink.add(devices)
-        log.info("reflinks_not_supported", directory=str(directory.parent))
-        return None
+        The layer is referenced by the disk; whoever wants to keep it longer adds a reference before the disk goes.
 
+        Raises:
+            InsufficientStorageError: the file system is full.
+            StorageError: there is no such disk, or the daemon refuses.
+        """
+        raise NotImplementedError
 
-class _NewFile:
-    """A file that is removed again unless `keep` was called."""
+    async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]:
+        """The layers of a disk below its upper, bottom first.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._kept = False
-        self.descriptor = -1
-
-    def __enter__(self) -> _NewFile:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.descriptor = os.open(self._path, flags, 0o600)
-        return self
-
-    def keep(self) -> None:
-        self._kept = True
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
-        if not self._kept:
-            self._path.unlink()
-
-
-def _make_overlay(source: int, template_disk: Path, directory: Path) -> Disk:
-    path = directory.absolute() / OVERLAY_NAME
-    with _NewFile(path) as file:
-        write_overlay(file.descriptor, template_disk.resolve(), os.fstat(source).st_size)
-        file.keep()
-    return Disk(path, DiskFormat.QCOW2)
-
-
-def _make_copy(source: int, directory: Path) -> Disk:
-    path = directory.absolute() / RAW_NAME
-    with _NewFile(path) as file:
-        copy_sparse(source, file.descriptor)
-        file.keep()
-    return Disk(path)
-
-
-def _remove(directory: Path) -> None:
-    for name in (RAW_NAME, OVERLAY_NAME):
-        try:
-            (directory / name).unlink(missing_ok=True)
-        except NotADirectoryError:
-            continue
-        except OSError as error:
-            raise StorageError(f"cannot remove the disk {directory / name}: {error.strerror}") from error
+        Raises:
+            StorageError: there is no such disk.
+        """
+        raise NotImplementedError

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentenv.errors import InsufficientStorageError, StorageError
-from agentenv.storage import copying, disks
+from agentenv.storage import copying, file_disks
 from agentenv.storage.copying import copy_sparse
-from agentenv.storage.disks import OVERLAY_NAME, RAW_NAME, DiskStore, free_bytes
+from agentenv.storage.file_disks import OVERLAY_NAME, RAW_NAME, DiskStore, free_bytes
 from agentenv.vmm.base import DiskFormat
 
 MIB = 1024 * 1024
