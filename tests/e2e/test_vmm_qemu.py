@@ -6,197 +6,32 @@ The guest is one static C program as init (`vmm_guest.c`), so a boot needs no di
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import dataclasses
 import json
 import os
 import pickle
 import re
-import secrets
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from agentenv.config import Settings, VmmSettings, load_settings
+from agentenv.config import Settings, VmmSettings
 from agentenv.errors import AgentEnvError, VmmError
-from agentenv.guest.assets import load_assets
 from agentenv.orchestrator.orphans import HostOrphans
-from agentenv.storage.disks import DiskStore
 from agentenv.vmm import caretaker, console, probe
-from agentenv.vmm.base import Disk, DiskFormat, GuestNetwork, Machine, MachineConfig, MachineRecord, NetworkInterface
-from agentenv.vmm.host import machine_uid, may_change_user, measure_tsc_khz, read_qemu_version
-from agentenv.vmm.probe_guest import ArchiveEntry, newc_archive
-from agentenv.vmm.qemu import QemuVmm
+from agentenv.vmm.base import Disk, MachineConfig, MachineRecord, NetworkInterface
+from agentenv.vmm.host import machine_uid, may_change_user, measure_tsc_khz
 from agentenv.vmm.qemu_command import Acceleration
 from agentenv.vmm.qmp import QmpClient
-from harness.server import BUILT_HOME
+from harness.vmm_lab import DEADLINE_S, MEMORY_MIB, QEMU, FileWatch, Lab, counting, counts_in, text_of
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
-
-QEMU = Path("/usr/bin/qemu-system-x86_64")
-MEMORY_MIB = 160
-DEADLINE_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def kernel() -> Path:
-    """The kernel that `make setup` made."""
-    try:
-        return load_assets(load_settings().model_copy(update={"home": BUILT_HOME})).kernel
-    except AgentEnvError as error:
-        pytest.fail(f"the guest assets are missing, run `make setup`: {error}")
-
-
-@pytest.fixture(scope="module")
-def initramfs(tmp_path_factory: pytest.TempPathFactory, kernel: Path) -> Path:
-    directory = tmp_path_factory.mktemp("guest")
-    program, archive = directory / "init", directory / "initramfs"
-    source = Path(__file__).with_name("vmm_guest.c")
-    subprocess.run(["gcc", "-static", "-O1", "-s", "-Wall", "-Werror", "-o", program, source], check=True)
-    entries = [ArchiveEntry(name, b"", stat.S_IFDIR | 0o755) for name in ("proc", "dev", "modules")]
-    entries.append(ArchiveEntry("init", program.read_bytes()))
-    for name in ("mmio", "blk"):
-        (module,) = kernel.parent.glob(f"virtio_{name}-*.ko")
-        entries.append(ArchiveEntry(f"modules/{name}", module.read_bytes()))
-    archive.write_bytes(newc_archive(entries))
-    return archive
-
-
-@pytest.fixture(scope="module")
-def namespaces() -> Iterator[tuple[Path, Path]]:
-    """Two namespaces, each with a tap of the same name."""
-    names = [f"vmmtest-{secrets.token_hex(3)}" for _ in range(2)]
-    try:
-        for name in names:
-            subprocess.run(["ip", "netns", "add", name], check=True)
-            subprocess.run(["ip", "-n", name, "tuntap", "add", "tap0", "mode", "tap"], check=True)
-            subprocess.run(["ip", "-n", name, "link", "set", "tap0", "up"], check=True)
-        yield Path("/run/netns") / names[0], Path("/run/netns") / names[1]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-
-
-class Lab:
-    """A QEMU VMM with directories of its own; makes configurations, and knows what a machine leaves."""
-
-    def __init__(self, root: Path, kernel: Path, initramfs: Path, namespaces: tuple[Path, Path]) -> None:
-        self.root = root
-        self.sandboxes = root / "sandboxes"
-        self.sandboxes.mkdir()
-        self.memory_dir = Path("/dev/shm") / f"aenv-vmmtest-{secrets.token_hex(4)}"
-        self.kernel = kernel
-        self.initramfs = initramfs
-        self.namespaces = namespaces
-        self.vmm = self.new_vmm()
-
-    def new_vmm(self) -> QemuVmm:
-        return QemuVmm(
-            qemu=QEMU,
-            version=read_qemu_version(QEMU),
-            acceleration=Acceleration("tcg", measure_tsc_khz()),
-            memory_dir=self.memory_dir,
-        )
-
-    def config(self, name: str, *words: str, namespace: int = 0) -> MachineConfig:
-        directory = self.sandboxes / name
-        directory.mkdir(mode=0o700, exist_ok=True)
-        return MachineConfig(
-            machine_id=name,
-            directory=directory,
-            kernel=self.kernel,
-            initramfs=self.initramfs,
-            vcpus=1,
-            memory_mib=MEMORY_MIB,
-            disks=(),
-            interface=NetworkInterface(self.namespaces[namespace], "tap0", "02:fc:00:00:00:05"),
-            guest_network=GuestNetwork("169.254.0.21/30", "169.254.0.22", "169.254.0.22", 1400),
-            extra_arguments=words,
-        )
-
-    def processes(self) -> list[int]:
-        """Every process whose working directory is one of our machines'."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                if (entry / "cwd").readlink().is_relative_to(self.sandboxes):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-        return found
-
-    def leftovers(self) -> list[str]:
-        """What machines left besides logs and their lock."""
-        files = [path for path in self.sandboxes.rglob("*") if path.is_file() or path.is_socket()]
-        left = [str(path) for path in files if path.name not in ("console.log", "vmm.log", "vmm.lock")]
-        memory = [str(path) for path in self.memory_dir.glob("*")] if self.memory_dir.is_dir() else []
-        return [*left, *memory, *(f"process {pid}" for pid in self.processes())]
-
-
-@pytest.fixture
-async def lab(tmp_path: Path, kernel: Path, initramfs: Path, namespaces: tuple[Path, Path]) -> AsyncIterator[Lab]:
-    made = Lab(tmp_path, kernel, initramfs, namespaces)
-    try:
-        yield made
-        assert made.leftovers() == []
-    finally:
-        await made.vmm.close()
-        await HostOrphans(made.sandboxes, made.memory_dir).reap([])
-        shutil.rmtree(made.memory_dir, ignore_errors=True)
-
-
-class FileWatch:
-    """Wakes up when a file is written to (inotify), so that no test has to guess how long a guest takes."""
-
-    def __init__(self, directory: Path) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        assert self._descriptor >= 0
-        modified, created = 0x2, 0x100
-        assert libc.inotify_add_watch(self._descriptor, os.fsencode(directory), modified | created) >= 0
-        self._changed = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._descriptor, self._on_change)
-
-    def _on_change(self) -> None:
-        os.read(self._descriptor, 65536)
-        self._changed.set()
-
-    async def wait(self) -> None:
-        await self._changed.wait()
-        self._changed.clear()
-
-    def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._descriptor)
-        os.close(self._descriptor)
-
-
-def text_of(machine: Machine) -> str:
-    path = machine.console_log()
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def counts_in(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"count (\d+)\r?\n", text)]
-
-
-async def counting(machine: Machine, beyond: int, after: int = 0) -> list[int]:
-    """Wait until the guest has counted beyond a number, reading its console from a position; all numbers so far."""
-    watch = FileWatch(machine.console_log().parent)
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            while not (found := counts_in(text_of(machine)[after:])) or found[-1] <= beyond:
-                await watch.wait()
-    finally:
-        watch.close()
-    return found
 
 
 async def test_pause_resume_save_and_two_clones_go_on_counting(lab: Lab) -> None:
@@ -442,50 +277,6 @@ async def test_a_flooding_guest_cannot_fill_the_disk(lab: Lab, monkeypatch: pyte
     data = machine.console_log().read_bytes()
     assert b"\0" not in data, "the cut left a hole"
     await machine.kill()
-
-
-async def test_a_saved_machine_keeps_its_overlay_disk(lab: Lab) -> None:
-    template = lab.root / "template.raw"
-    with template.open("wb") as file:
-        file.truncate(8 << 20)
-    config = lab.config("one", "aenv.test_fill=4")
-    disk = await DiskStore(frozenset({DiskFormat.QCOW2})).create(template, config.directory)
-    machine = await lab.vmm.boot(dataclasses.replace(config, disks=(disk,)))
-    await counting(machine, 0)
-    await machine.pause()
-    await machine.save_state(lab.root / "state")
-    await machine.resume()
-    await counting(machine, counts_in(text_of(machine))[-1] + 1)
-    await machine.pause()
-    await machine.save_state(lab.root / "state")
-    last = counts_in(text_of(machine))[-1]
-    clone_config = lab.config("clone")
-    copy = lab.root / "copy.qcow2"
-    shutil.copyfile(disk.path, copy)
-    memory = lab.memory_dir / "clone.mem"
-    shutil.copyfile(machine.record.memory_file or "", memory)
-    await machine.kill()
-    disk.path.unlink()
-    clone = await lab.vmm.load(
-        dataclasses.replace(clone_config, disks=(Disk(copy, disk.format),)), lab.root / "state", memory
-    )
-    await clone.resume()
-    await counting(clone, last + 1)
-    await clone.kill()
-    raw = lab.root / "raw"
-    await asyncio.to_thread(subprocess.run, ["qemu-img", "convert", "-O", "raw", copy, raw], check=True)
-    assert raw.read_bytes() == b"b" * (4 << 20) + b"\0" * (4 << 20)
-
-
-@pytest.fixture
-def small_file_system(tmp_path: Path) -> Iterator[Path]:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", mount], check=True)
-    try:
-        yield mount
-    finally:
-        subprocess.run(["umount", "-l", mount], check=True)
 
 
 async def test_a_full_disk_of_the_host_only_halts_the_guest(

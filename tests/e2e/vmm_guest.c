@@ -1,7 +1,9 @@
 /* Init of the guest in test_vmm_qemu.py: counts on the console, and ends as the kernel command line says.
  * aenv.test_poweroff=N: powers off at N. aenv.test_panic=N: exits at N, which makes the kernel panic.
  * aenv.test_flood: writes to the console as fast as it can.
- * aenv.test_fill=N: writes N MiB to /dev/vda (its modules are in /modules, in this order: mmio, blk), then counts. */
+ * aenv.test_fill=N: writes N MiB to /dev/vda (its modules are in /modules, in this order: mmio, blk), then counts.
+ * aenv.test_check=N: checks the first N MiB of /dev/vda for ever (disk_check.c); counts every twenty steps. */
+#include "disk_check.c"
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,8 +18,7 @@ static long number(const char *line, const char *key) {
     return found ? atol(found + strlen(key)) : -1;
 }
 
-static int fill(long mebibytes) {
-    static char block[1 << 20];
+static int load_disk(void) {
     const char *modules[] = {"/modules/mmio", "/modules/blk"};
     for (int i = 0; i < 2; i++) {
         int module = open(modules[i], O_RDONLY);
@@ -27,6 +28,27 @@ static int fill(long mebibytes) {
         }
     }
     mount("dev", "/dev", "devtmpfs", 0, NULL);
+    return 0;
+}
+
+static int check(long mebibytes) {
+    struct disk_check check;
+    if (load_disk() != 0 || check_begin(&check, "/dev/vda", (uint32_t)mebibytes) != 0)
+        return -1;
+    for (long step = 0;; step++) {
+        if (check_step(&check) != 0)
+            return -1;
+        if (step % 20 == 0)
+            printf("count %ld\n", step / 20);
+        if (step % 1000 == 0 && check_all(&check) != 0)
+            return -1;
+    }
+}
+
+static int fill(long mebibytes) {
+    static char block[1 << 20];
+    if (load_disk() != 0)
+        return -1;
     int disk = open("/dev/vda", O_WRONLY | O_SYNC);
     memset(block, 'b', sizeof(block));
     for (long i = 0; i < mebibytes; i++)
@@ -49,9 +71,11 @@ int main(void) {
         return 1;
     }
     long poweroff = number(line, "aenv.test_poweroff="), panic = number(line, "aenv.test_panic=");
-    long mebibytes = number(line, "aenv.test_fill=");
+    long mebibytes = number(line, "aenv.test_fill="), checked = number(line, "aenv.test_check=");
     if (mebibytes > 0 && fill(mebibytes) != 0)
         return 4;
+    if (checked > 0)
+        return check(checked);
     if (strstr(line, "aenv.test_flood"))
         for (;;)
             printf("%0250d\n", 0);

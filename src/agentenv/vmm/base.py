@@ -14,15 +14,22 @@ from typing import Protocol
 
 
 class DiskFormat(StrEnum):
-    """How the bytes of a disk file are laid out."""
+    """How a disk is reached."""
 
     RAW = "raw"
+    """A file with the bytes of the disk."""
     QCOW2 = "qcow2"
+    NBD = "nbd"
+    """A unix socket that serves the disk as its default NBD export, and may be gone for a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A block device of a machine. `path` may be absolute, or relative to the machine's directory."""
+    """A block device of a machine.
+
+    `path` may be absolute, or relative to the machine's directory. That of an NBD disk must be relative: the VMM
+    connects again when it sees no other directory any more.
+    """
 
     path: Path
     format: DiskFormat = DiskFormat.RAW
@@ -150,6 +157,12 @@ class Vmm(Protocol):
     @property
     def disk_formats(self) -> frozenset[DiskFormat]:
         """What this VMM can open as a disk."""
+
+    def prepare_directory(self, machine_id: str, directory: Path) -> None:
+        """Give an empty directory the owner, group and mode that the machine's process needs in it. Blocking.
+
+        To be called before sockets of disks are made there, which get the same owner and group.
+        """
 
     async def boot(self, config: MachineConfig) -> Machine:
         """Start a machine from its kernel. Returns when the VMM process runs and its vCPUs were started.

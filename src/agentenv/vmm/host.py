@@ -23,8 +23,8 @@ from agentenv.errors import ConfigurationError
 log = structlog.get_logger(__name__)
 
 _MEASURE_S = 0.05
-_NEEDED_CAPABILITIES = (5, 6, 7, 18, 19)
-"""CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_CHROOT, CAP_SYS_PTRACE (to read /proc/PID of another user)."""
+_NEEDED_CAPABILITIES = (0, 5, 6, 7, 18, 19)
+"""CAP_CHOWN, CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_CHROOT, CAP_SYS_PTRACE (to read /proc/PID of another user)."""
 _MACHINE_UIDS = range(0x6A000000, 0x6B000000)
 """Below 2**31, above what systemd, containers and directory services hand out."""
 # rdtsc; shl rdx, 32; or rax, rdx; ret

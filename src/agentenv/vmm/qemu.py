@@ -247,6 +247,8 @@ class QemuVmm:
         self.acceleration_reason = acceleration_reason
         """Why it is not KVM, for people; empty when it is, or when the settings say so."""
         self._version = version
+        major, minor = (int(part) for part in version.split(".")[:2])
+        self._version_numbers = (major, minor)
         self._acceleration = acceleration
         self.memory_dir = memory_dir
         self._logs = LogKeeper()
@@ -268,8 +270,22 @@ class QemuVmm:
 
     @property
     def disk_formats(self) -> frozenset[DiskFormat]:
-        """Both: QEMU opens raw files and qcow2 overlays."""
-        return frozenset({DiskFormat.RAW, DiskFormat.QCOW2})
+        """QEMU opens raw files and qcow2 overlays, and has a client for NBD."""
+        return frozenset(DiskFormat)
+
+    def prepare_directory(self, machine_id: str, directory: Path) -> None:
+        """Let the machine's process go through a directory that stays root's: its group, and no other right in it.
+
+        Raises:
+            VmmError: the directory is missing, or cannot be given to the group.
+        """
+        if not may_change_user():
+            return
+        try:
+            os.chown(directory, -1, machine_uid(machine_id))
+            directory.chmod(0o710)
+        except OSError as error:
+            raise VmmError(f"cannot give the directory {directory} to its machine: {error.strerror}") from error
 
     async def boot(self, config: MachineConfig) -> QemuMachine:
         """Start a machine from its kernel. On failure or cancellation nothing of it is left but its logs.
@@ -360,8 +376,7 @@ class QemuVmm:
     def _confinement(self, config: MachineConfig) -> Confinement | None:
         if not may_change_user():
             return None
-        major, minor = (int(part) for part in self._version.split(".")[:2])
-        return Confinement(uid=machine_uid(config.machine_id), root=config.directory, qemu_version=(major, minor))
+        return Confinement(uid=machine_uid(config.machine_id), root=config.directory)
 
     def _launch(self, config: MachineConfig, state: Path | None, memory_file: Path) -> tuple[ProcessHandle, int]:
         """Take everything that QEMU inherits and start it. Blocking; a failure leaves nothing but logs.
@@ -402,6 +417,7 @@ class QemuVmm:
                     self._qemu,
                     config,
                     self._acceleration,
+                    version=self._version_numbers,
                     memory_file=memory_file,
                     descriptors=descriptors,
                     confinement=self._confinement(config),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentenv.errors import VmmError
 from agentenv.vmm.base import Disk, DiskFormat, MachineConfig
 
 CONSOLE_NAME = "console.log"
@@ -22,6 +23,18 @@ TCG_BUFFER_MIB = 128
 fills 38 MiB until it reaches user mode, the base template 58 MiB until its agent listens; a smaller buffer is flushed
 meanwhile, and all of it translated again.
 """
+
+
+RECONNECT_S = 7 * 24 * 3600
+"""How long requests wait for an NBD server that went away, before they fail. Longer than any sandbox lives and anybody
+needs to bring the server back: a guest notices a pause, and never an error that would turn its file system read-only.
+"""
+OPEN_TIMEOUT_S = 30
+"""How long a starting machine waits for an NBD server that is itself being started again."""
+_OPEN_TIMEOUT_SINCE = (7, 0)
+
+Version = tuple[int, int]
+"""Major and minor version of QEMU, whose options have changed their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +66,6 @@ class Confinement:
     """User and group id of this machine alone; no account has it."""
     root: Path
     """Directory that it sees as `/` from then on."""
-    qemu_version: tuple[int, int]
-    """Major and minor: the options have changed their names."""
 
 
 def _option(value: str) -> str:
@@ -88,31 +99,40 @@ def kernel_command_line(config: MachineConfig, acceleration: Acceleration) -> st
     return " ".join([*words, *config.extra_arguments])
 
 
-def _disk_arguments(index: int, disk: Disk) -> list[str]:
+def _disk_arguments(index: int, disk: Disk, version: Version) -> list[str]:
     # The machine ends with the host anyway, so a flush to the platter while it runs buys nothing: flushes stop at the
-    # host's page cache, and whoever keeps a saved state syncs the files.
-    common: dict[str, Any] = {
+    # host's page cache (for NBD, that of a server which holds nothing back), and whoever keeps a saved state or a disk
+    # syncs it.
+    options: dict[str, Any] = {
         "read-only": disk.read_only,
         "cache": {"direct": False, "no-flush": True},
         "discard": "unmap",
     }
-    file_node = {"driver": "file", "node-name": f"file{index}", "filename": str(disk.path), "aio": "threads", **common}
-    node: dict[str, Any] = {
-        "driver": "qcow2" if disk.format is DiskFormat.QCOW2 else "raw",
-        "node-name": f"disk{index}",
-        "file": f"file{index}",
-        **common,
-    }
+    nodes: list[dict[str, Any]] = []
+    if disk.format is DiskFormat.NBD:
+        node = _nbd_node(disk, version)
+    else:
+        nodes.append({"driver": "file", "node-name": f"file{index}", "filename": str(disk.path), "aio": "threads"})
+        node = {"driver": disk.format.value, "file": f"file{index}"}
     if not disk.read_only:
         node["detect-zeroes"] = "unmap"
-    return [
-        "-blockdev",
-        json.dumps(file_node),
-        "-blockdev",
-        json.dumps(node),
-        "-device",
-        f"virtio-blk-device,drive=disk{index},id=blk{index}",
-    ]
+    nodes.append({"node-name": f"disk{index}", **node})
+    arguments = [word for node in nodes for word in ("-blockdev", json.dumps({**node, **options}))]
+    return [*arguments, "-device", f"virtio-blk-device,drive=disk{index},id=blk{index}"]
+
+
+def _nbd_node(disk: Disk, version: Version) -> dict[str, Any]:
+    # The same relative path works from the working directory at the start, and later from the root that it has become.
+    if disk.path.is_absolute():
+        raise VmmError(f"the socket of an NBD disk must be relative to the machine's directory, unlike {disk.path}")
+    node: dict[str, Any] = {
+        "driver": "nbd",
+        "server": {"type": "unix", "path": str(disk.path)},
+        "reconnect-delay": RECONNECT_S,
+    }
+    if version >= _OPEN_TIMEOUT_SINCE:
+        node["open-timeout"] = OPEN_TIMEOUT_S
+    return node
 
 
 def qemu_arguments(
@@ -120,6 +140,7 @@ def qemu_arguments(
     config: MachineConfig,
     acceleration: Acceleration,
     *,
+    version: Version,
     memory_file: Path,
     descriptors: InheritedDescriptors,
     confinement: Confinement | None = None,
@@ -127,7 +148,10 @@ def qemu_arguments(
     """The whole argument list of one QEMU process, which starts with its vCPUs stopped.
 
     The devices and their order must be the same when a state is saved and when it is loaded. Everything that QEMU
-    opens it opens before it gives up its rights (`confinement`), and never again.
+    opens it opens before it gives up its rights (`confinement`); only NBD sockets it opens again, when one breaks.
+
+    Raises:
+        VmmError: a disk cannot be given to a confined QEMU.
     """
     memory = {
         "qom-type": "memory-backend-file",
@@ -149,7 +173,7 @@ def qemu_arguments(
         "-sandbox",
         # The filter is in force when QEMU changes its user; afterwards it has no rights to elevate, and cannot exec.
         f"on,obsolete=deny,elevateprivileges={'allow' if confinement else 'deny'},spawn=deny,resourcecontrol=deny",
-        *_confinement_arguments(confinement),
+        *_confinement_arguments(confinement, version),
         "-machine",
         "microvm,acpi=on,rtc=on,pit=on,pic=on,memory-backend=ram",
         *_acceleration_arguments(acceleration),
@@ -181,7 +205,7 @@ def qemu_arguments(
         "virtio-rng-device,rng=entropy",
     ]
     for index, disk in enumerate(config.disks):
-        arguments += _disk_arguments(index, disk)
+        arguments += _disk_arguments(index, disk, version)
     if config.interface is not None and descriptors.tap is not None:
         arguments += [
             "-netdev",
@@ -194,14 +218,14 @@ def qemu_arguments(
     return arguments
 
 
-def _confinement_arguments(confinement: Confinement | None) -> Sequence[str]:
+def _confinement_arguments(confinement: Confinement | None, version: Version) -> Sequence[str]:
     if confinement is None:
         return ()
     user = f"{confinement.uid}:{confinement.uid}"
     directory = _option(str(confinement.root))
-    if confinement.qemu_version >= (9, 1):
+    if version >= (9, 1):
         return ("-run-with", f"chroot={directory},user={user}")
-    if confinement.qemu_version >= (8, 1):
+    if version >= (8, 1):
         return ("-run-with", f"chroot={directory}", "-runas", user)
     return ("-chroot", str(confinement.root), "-runas", user)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from agentenv.errors import VmmError
 from agentenv.vmm.base import Disk, DiskFormat, GuestNetwork, MachineConfig, NetworkInterface
 from agentenv.vmm.host import machine_uid
 from agentenv.vmm.qemu_command import (
@@ -44,6 +45,7 @@ def arguments_of(
         QEMU,
         config,
         acceleration,
+        version=(7, 2),
         memory_file=Path("/dev/shm/x/iabc.mem"),
         descriptors=InheritedDescriptors(qmp=7, tap=8 if config.interface else None, state=state),
     )
@@ -104,6 +106,32 @@ def test_disks_in_order_with_their_formats() -> None:
     assert [device.split(",")[1] for device in devices] == ["drive=disk0", "drive=disk1"]
 
 
+@pytest.mark.parametrize(("version", "waits"), [((6, 2), False), ((7, 0), True), ((10, 0), True)])
+def test_an_nbd_disk_outlives_its_server(version: tuple[int, int], waits: bool) -> None:
+    config = replace(CONFIG, disks=(Disk(Path("disk.sock"), DiskFormat.NBD),))
+    words = qemu_arguments(
+        QEMU,
+        config,
+        TCG,
+        version=version,
+        memory_file=Path("/m/x.mem"),
+        descriptors=InheritedDescriptors(qmp=7, tap=8),
+    )
+    (node,) = [json.loads(words[position + 1]) for position, word in enumerate(words) if word == "-blockdev"]
+    assert (node["driver"], node["node-name"]) == ("nbd", "disk0")
+    assert node["server"] == {"type": "unix", "path": "disk.sock"}
+    assert node["reconnect-delay"] > 24 * 3600, "longer than a sandbox lives"
+    assert node["reconnect-delay"] < 2**32, "QEMU takes 32 bits"
+    assert ("open-timeout" in node) == waits
+    assert (node["discard"], node["detect-zeroes"]) == ("unmap", "unmap")
+
+
+def test_an_nbd_socket_that_a_confined_machine_could_not_reach_again_is_refused() -> None:
+    config = replace(CONFIG, disks=(Disk(Path("/home/sandboxes/iabc/disk.sock"), DiskFormat.NBD),))
+    with pytest.raises(VmmError, match="must be relative"):
+        arguments_of(config)
+
+
 def test_memory_is_the_shared_file_of_the_right_size() -> None:
     memory = json.loads(arguments_of()["-object"][0])
     assert memory["mem-path"] == "/dev/shm/x/iabc.mem"
@@ -147,9 +175,10 @@ def test_a_machine_of_root_gives_up_its_rights(version: tuple[int, int], expecte
         QEMU,
         CONFIG,
         TCG,
+        version=version,
         memory_file=Path("/m/x.mem"),
         descriptors=InheritedDescriptors(qmp=7, tap=8),
-        confinement=Confinement(uid=1234, root=Path("/m,x"), qemu_version=version),
+        confinement=Confinement(uid=1234, root=Path("/m,x")),
     )
     assert {name: [words[words.index(name) + 1]] for name in words if name in ("-chroot", "-runas", "-run-with")} == (
         expected
