@@ -5,10 +5,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test test-lab lint bench clean
 
 help: ## what can be done here
-	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 setup: ## install what is missing, build the Rust programs, make guest assets and the base template
 	@scripts/setup.sh
@@ -18,6 +18,9 @@ demo: setup ## start a server, run examples/quickstart.py against it, stop
 
 test: setup ## all tests
 	@scripts/test.sh
+
+test-lab: setup ## only the tests inside an emulated host: ublk, kernel NBD, KVM (part of `make test`)
+	@scripts/lab.sh
 
 lint: setup ## ruff, mypy --strict, rustfmt, clippy
 	@scripts/lint.sh
