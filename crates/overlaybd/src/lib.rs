@@ -4,7 +4,15 @@
 //! from there for plain files. Nothing here opens paths, starts threads or decides when data must be durable, except
 //! where the format's crash rules demand an order. It must not know of devices, exports or sandboxes.
 
+pub mod commit;
 pub mod error;
+pub mod header;
+pub mod index;
 pub mod io;
+pub mod layer;
+pub mod record;
+pub mod stack;
+pub mod upper;
 
 pub use error::{Error, Result};
+pub use uuid::Uuid;
