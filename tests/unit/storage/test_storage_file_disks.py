@@ -158,7 +158,7 @@ async def test_a_cancelled_create_leaves_nothing(
         asyncio.run_coroutine_threadsafe(leave.wait(), loop).result()
         return real(source, destination)
 
-    monkeypatch.setattr(disks, "copy_sparse", slow)
+    monkeypatch.setattr(file_disks, "copy_sparse", slow)
     task = asyncio.create_task(DiskStore(RAW_ONLY).create(template, directory))
     await entered.wait()
     task.cancel()
