@@ -219,12 +219,11 @@ class ProcessHandle:
 
     def kill(self) -> None:
         """Send SIGKILL. Harmless when the process has ended."""
-        if self._pidfd < 0:
-            return
-        try:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        self._signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Send SIGTERM. Harmless when the process has ended."""
+        self._signal(signal.SIGTERM)
 
     def usage(self) -> ProcessUsage | None:
         """CPU time and memory of the process, None when it has ended."""
@@ -249,6 +248,14 @@ class ProcessHandle:
             self._remove_reader()
             self._ended.cancel()
         self._close_pidfd()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._pidfd < 0:
+            return
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return
 
     def _on_exit(self) -> None:
         self._remove_reader()
