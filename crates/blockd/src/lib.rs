@@ -7,4 +7,5 @@ pub mod backend;
 pub mod error;
 pub mod export;
 pub mod nbd;
+pub mod socket;
 pub mod workers;

@@ -5,6 +5,7 @@
 mod negotiation;
 mod outbox;
 mod receiver;
+mod replies;
 mod request;
 mod transmission;
 pub mod wire;
