@@ -193,7 +193,7 @@ mod tests {
         let size = |records: &[u8]| pax_size(records).ok();
         assert_eq!(size(b"15 size=639491\n"), Some(Some(639_491)));
         assert_eq!(
-            size(b"10 path=a\n15 size=639491\n9 a=bcd\n"),
+            size(b"10 path=a\n15 size=639491\n8 a=bcd\n"),
             Some(Some(639_491))
         );
         assert_eq!(
