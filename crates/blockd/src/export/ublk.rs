@@ -175,6 +175,7 @@ fn launch(target: Target, control: UblkCtrl, number: u32) -> Result<Ublk> {
         .map_err(|error| failed(number, "open", &error))?;
     let mut export = Ublk {
         record,
+        backend: Arc::clone(&target.backend),
         number,
         device: Some(Arc::new(device)),
         queues: Vec::new(),
@@ -234,6 +235,7 @@ struct Queue {
 
 struct Ublk {
     record: ExportRecord,
+    backend: Arc<dyn BlockBackend>,
     number: u32,
     /// `None` when it is closed; the kernel lets nobody else serve the device before.
     device: Option<Arc<UblkDev>>,
@@ -327,11 +329,7 @@ impl Export for Ublk {
     }
 
     fn resized(&self) -> Result<()> {
-        let size = self
-            .device
-            .as_ref()
-            .map_or(0, |device| device.tgt.dev_size);
-        checked(self.control.update_size(size)).map_err(|error| {
+        checked(self.control.update_size(self.backend.size())).map_err(|error| {
             Error::Unsupported(format!(
                 "/dev/ublkb{} keeps its size: growing it needs Linux 6.16 or newer ({error})",
                 self.number

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use io_uring::{opcode, types};
 use libublk::helpers::IoBuf;
-use libublk::io::{with_queue_ring, UblkDev, UblkIOCtx, UblkQueue};
+use libublk::io::{with_task_io_ring, UblkDev, UblkIOCtx, UblkQueue};
 use libublk::{sys, BufDesc, BufDescList, UblkError, UblkIORes, UblkUringData};
 use rustix::event::{eventfd, poll, EventfdFlags, PollFd, PollFlags};
 
@@ -126,7 +126,7 @@ impl Server<'_> {
             }
             if self.detaching.get() && self.jobs.get() == 0 {
                 // The answers that are ready; the kernel sends again what has none.
-                with_queue_ring(self.queue, |ring| ring.submit())?;
+                with_task_io_ring(|ring| ring.submit())?;
                 return Ok(());
             }
         }
@@ -218,14 +218,15 @@ impl Server<'_> {
         work: impl FnOnce(&dyn BlockBackend) -> io::Result<()> + Send + 'static,
     ) {
         self.jobs.set(self.jobs.get() + 1);
-        let mut answer = Answer {
+        let answer = Answer {
             mailbox: Arc::clone(self.mailbox),
             tag,
             result: -libc::EIO,
         };
         let backend = Arc::clone(&self.target.backend);
         self.target.workers.submit(move || {
-            answer.result = work(backend.as_ref()).map_or_else(|error| code_of(&error), |()| success);
+            let result = work(backend.as_ref());
+            answer.finish(result.map_or_else(|error| code_of(&error), |()| success));
         });
     }
 
@@ -255,11 +256,17 @@ impl Server<'_> {
     }
 }
 
-/// Tells the queue how a job ended, also one that panicked.
+/// Tells the queue how a job ended when it is dropped, so that one that panicked is answered too.
 struct Answer {
     mailbox: Arc<Mailbox>,
     tag: u16,
     result: i32,
+}
+
+impl Answer {
+    fn finish(mut self, result: i32) {
+        self.result = result;
+    }
 }
 
 impl Drop for Answer {
