@@ -19,11 +19,19 @@ _Compression: TypeAlias = Literal["lz4", "zstd"]
 class LayerError(Exception):
     """What failed, for which file. `str()` is the message."""
 
-    kind: Literal["format", "unsupported", "limit", "invalid", "exists", "not_found", "no_space", "io"]
+    kind: Literal["format", "unsupported", "limit", "invalid", "exists", "not_found", "no_space", "cancelled", "io"]
     """`format`: damaged, truncated, not a layer. `unsupported`: valid, but a kind that is not read here. `limit`: too
     many records or layers, or too large. `invalid`: wrong arguments. `exists`: the output does. `not_found`: no such
-    file or directory. `no_space`: the file system of the output is full. `io`: anything else that was refused."""
+    file or directory. `no_space`: the file system of the output is full. `cancelled`: on request. `io`: anything
+    else that was refused."""
     message: str
+
+class Cancellation:
+    """Ends the calls that it was given to, from another thread."""
+
+    def __init__(self) -> None: ...
+    def cancel(self) -> None:
+        """Make them raise `LayerError` (`cancelled`) soon, also those that are yet to begin."""
 
 @type_check_only
 class ZfileFacts(TypedDict):
@@ -164,6 +172,7 @@ def pack_memory(
     uuid: str | None = None,
     page: int = 4096,
     replace: bool = False,
+    cancellation: Cancellation | None = None,
 ) -> WrittenLayer:
     """Make a layer (mode 0600) of what differs between a memory image and a stack of memory layers.
 
@@ -172,17 +181,21 @@ def pack_memory(
     Args:
         image: file that nobody writes to meanwhile; its size must not be smaller than the stack's.
         parents: bottom first; empty: everything that is not zero is stored.
-        page: unit of comparison, a power of two from 512 to 1 MiB.
+        page: unit of comparison, a power of two from 4 KiB to 256 KiB.
     """
 
-def unpack(stack: Sequence[_Path], out: _Path, *, replace: bool = False) -> int:
+def unpack(
+    stack: Sequence[_Path], out: _Path, *, replace: bool = False, cancellation: Cancellation | None = None
+) -> int:
     """Write what a stack reads as into a sparse file (mode 0600) of its virtual size, with holes where it is zero.
 
     Returns:
         How many bytes of data were written.
     """
 
-def compare(image: _Path, stack: Sequence[_Path], *, page: int = 4096) -> list[tuple[int, int]]:
+def compare(
+    image: _Path, stack: Sequence[_Path], *, page: int = 4096, cancellation: Cancellation | None = None
+) -> list[tuple[int, int]]:
     """Where an image differs from a stack (what lies behind the stack's end counts as zero there).
 
     Returns:

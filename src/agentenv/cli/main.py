@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from agentenv import __version__
-from agentenv.cli import assets, copy, doctor, execute, sandboxes
+from agentenv.cli import assets, copy, doctor, execute, layer, sandboxes
 from agentenv.cli.connection import CommandError
 from agentenv.errors import AgentEnvError
 
@@ -49,6 +49,7 @@ app.command()(doctor.doctor)
 app.command()(assets.env)
 app.command()(assets.home)
 app.add_typer(assets.app, name="assets")
+app.add_typer(layer.app, name="layer")
 
 
 @app.command()
