@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,7 @@ class BlockClient:
             if error.code != UNAVAILABLE:
                 raise
 
-    async def events(self) -> AsyncIterator[DaemonEvent]:
+    async def events(self) -> AsyncGenerator[DaemonEvent, None]:
         """Events from now on, without end: after the daemon was started again, those of the new one.
 
         What happens while no connection stands is not told.

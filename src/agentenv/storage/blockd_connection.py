@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ class Connection:
         result = answer.get("result")
         return result if isinstance(result, dict) else {}
 
-    async def events(self) -> AsyncIterator[DaemonEvent]:
+    async def events(self) -> AsyncGenerator[DaemonEvent, None]:
         while True:
             pending, self._events = self._events, []
             for event in pending:

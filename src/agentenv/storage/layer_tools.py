@@ -33,8 +33,14 @@ class LayerTools(Protocol):
     def verify(self, path: Path) -> str:
         """Read all of a layer, every block and checksum. Returns its digest."""
 
-    def merge(self, layers: Sequence[Path], out: Path, *, parent_uuid: str | None) -> None:
-        """Make one layer of neighbouring ones, bottom first. What they zero stays zeroed."""
+    def merge(self, layers: Sequence[Path], out: Path, *, uuid: str | None) -> None:
+        """Make one layer of neighbouring ones, bottom first. What they zero stays zeroed.
+
+        Args:
+            layers: their files.
+            out: must not exist.
+            uuid: of the new one; None takes a random one. Its parent is that of the bottom layer.
+        """
 
 
 class NativeLayerTools:
@@ -65,11 +71,11 @@ class NativeLayerTools:
         except _native.LayerError as error:
             raise _worded(error) from error
 
-    def merge(self, layers: Sequence[Path], out: Path, *, parent_uuid: str | None) -> None:
+    def merge(self, layers: Sequence[Path], out: Path, *, uuid: str | None) -> None:
         from agentenv import _native
 
         try:
-            _native.merge(layers, out, parent_uuid=parent_uuid)
+            _native.merge(layers, out, uuid=uuid)
         except _native.LayerError as error:
             raise _worded(error) from error
 
