@@ -16,7 +16,7 @@ mod pipeline;
 mod reading;
 
 use std::os::fd::BorrowedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use failure::{About, Failure, LayerError, Outcome};
 use interruptible::Cancellation;
@@ -135,14 +135,13 @@ fn cat(
     if descriptor < 0 {
         return Err(Failure::invalid(format!("{descriptor} is no open file")).raise(py));
     }
-    interruptible::run(py, |cancel| {
-        // SAFETY: the descriptor is not negative; it is borrowed for this one duplication, which fails if it is closed.
-        let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
-        let own = borrowed
-            .try_clone_to_owned()
-            .about(std::path::Path::new("output"))?;
-        reading::cat(&stack, std::fs::File::from(own), offset, length, cancel)
-    })
+    // SAFETY: the descriptor is not negative; it is borrowed for this one duplication, which fails if it is closed.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
+    let sink = borrowed
+        .try_clone_to_owned()
+        .about(Path::new("output"))
+        .map_err(|failure| failure.raise(py))?;
+    reading::cat(py, &stack, &sink, offset, length)
 }
 
 #[pyfunction]

@@ -1,15 +1,17 @@
 //! Reads ranges of a stack at any byte, for callers and into descriptors.
 
-use std::io::{ErrorKind, Write};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use overlaybd::record::SECTOR;
 use overlaybd::stack::Stack;
+use pyo3::prelude::*;
 
 use crate::digest::PIECE_BYTES;
 use crate::failure::{About, Failure, Outcome};
-use crate::interruptible::Cancel;
+use crate::interruptible::{self, Cancel};
 use crate::open;
 
 /// Most bytes that one `read` returns.
@@ -27,76 +29,99 @@ pub fn read(paths: &[PathBuf], offset: u64, length: u64, cancel: &Arc<Cancel>) -
             "{length} bytes at once: at most {MAX_READ} are possible"
         )));
     }
-    let mut bytes = Vec::new();
-    Range::open(paths, offset, Some(length), cancel)?.pieces(|piece| {
+    let mut range = Range::open(paths, offset, Some(length), cancel)?;
+    let mut bytes = Vec::with_capacity(range.left() as usize);
+    while let Some(piece) = range.next()? {
         bytes.extend_from_slice(piece);
-        Ok(())
-    })?;
+    }
     Ok(bytes)
 }
 
 /// See `cat` of the module.
+///
+/// Writes on the caller's own thread: a signal then ends a write that waits for a reader.
 pub fn cat(
+    py: Python<'_>,
     paths: &[PathBuf],
-    mut sink: impl Write,
+    sink: &OwnedFd,
     offset: u64,
     length: Option<u64>,
-    cancel: &Arc<Cancel>,
-) -> Outcome<u64> {
-    let range = Range::open(paths, offset, length, cancel)?;
-    range.pieces(|piece| match sink.write_all(piece) {
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Err(Failure::BrokenPipe),
-        other => other.about(Path::new("output")),
-    })?;
-    Ok(range.end.saturating_sub(range.start))
+) -> PyResult<u64> {
+    let mut range = interruptible::run(py, |cancel| Range::open(paths, offset, length, cancel))?;
+    let total = range.left();
+    loop {
+        let piece = py
+            .detach(|| range.next())
+            .map_err(|failure| failure.raise(py))?;
+        let Some(mut rest) = piece else {
+            return Ok(total);
+        };
+        while !rest.is_empty() {
+            let count = py
+                .detach(|| write(sink, rest))
+                .map_err(|failure| failure.raise(py))?;
+            rest = &rest[count..];
+            py.check_signals()?;
+        }
+    }
+}
+
+/// Write some; nothing when a signal came first.
+fn write(sink: &OwnedFd, bytes: &[u8]) -> Outcome<usize> {
+    match rustix::io::write(sink.as_fd(), bytes) {
+        Ok(count) => Ok(count),
+        Err(rustix::io::Errno::INTR) => Ok(0),
+        Err(rustix::io::Errno::PIPE) => Err(Failure::BrokenPipe),
+        Err(error) => Err(io::Error::from(error)).about(Path::new("output")),
+    }
 }
 
 /// A range of bytes of a device, cut at its end.
-struct Range<'a> {
+struct Range {
     stack: Stack,
-    top: &'a Path,
-    start: u64,
+    top: PathBuf,
+    position: u64,
     end: u64,
-    cancel: &'a Cancel,
+    buffer: Vec<u8>,
 }
 
-impl<'a> Range<'a> {
+impl Range {
     fn open(
-        paths: &'a [PathBuf],
+        paths: &[PathBuf],
         offset: u64,
         length: Option<u64>,
-        cancel: &'a Arc<Cancel>,
+        cancel: &Arc<Cancel>,
     ) -> Outcome<Self> {
         let stack = open::stack(paths, cancel)?;
         let size = stack.virtual_size();
-        let end = length.map_or(size, |length| offset.saturating_add(length).min(size));
-        let top = paths.last().map_or(Path::new("stack"), PathBuf::as_path);
         Ok(Self {
+            top: paths.last().cloned().unwrap_or_default(),
+            position: offset,
+            end: length.map_or(size, |length| offset.saturating_add(length).min(size)),
+            buffer: vec![0; PIECE_BYTES],
             stack,
-            top,
-            start: offset,
-            end,
-            cancel,
         })
     }
 
-    /// Give the bytes piece by piece to `take`.
-    fn pieces(&self, mut take: impl FnMut(&[u8]) -> Outcome<()>) -> Outcome<()> {
-        let mut buffer = vec![0; PIECE_BYTES];
-        let mut position = self.start;
-        while position < self.end {
-            self.cancel.check().about(self.top)?;
-            let skipped = position % SECTOR;
-            let begin = position - skipped;
-            let count = (self.end - begin).min(PIECE_BYTES as u64);
-            // The size of a device is whole sectors, so that rounding up never leaves it.
-            let sectors = count.next_multiple_of(SECTOR) as usize;
-            self.stack
-                .read_at(&mut buffer[..sectors], begin)
-                .about(self.top)?;
-            take(&buffer[skipped as usize..count as usize])?;
-            position = begin + count;
+    /// How many bytes are still to come.
+    fn left(&self) -> u64 {
+        self.end.saturating_sub(self.position)
+    }
+
+    /// The next piece; `None` at the end.
+    fn next(&mut self) -> Outcome<Option<&[u8]>> {
+        if self.left() == 0 {
+            return Ok(None);
         }
-        Ok(())
+        let skipped = self.position % SECTOR;
+        let begin = self.position - skipped;
+        let count = (self.end - begin).min(PIECE_BYTES as u64);
+        // The size of a device is whole sectors, so that rounding up never leaves it.
+        let sectors = count.next_multiple_of(SECTOR) as usize;
+        self.stack
+            .read_at(&mut self.buffer[..sectors], begin)
+            .about(&self.top)?;
+        self.position = begin + count;
+        Ok(Some(&self.buffer[skipped as usize..count as usize]))
     }
 }
