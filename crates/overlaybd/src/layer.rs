@@ -4,10 +4,23 @@ use std::sync::Arc;
 
 use uuid::Uuid;
 
-use crate::header::Header;
+use crate::header::{flags, Header, HEADER_BYTES};
 use crate::index::Index;
 use crate::io::ReadAt;
-use crate::Result;
+use crate::record::{Packed, FIRST_DATA_SECTOR, INVALID_LBA, RECORD_BYTES, SECTOR};
+use crate::{Error, Result};
+
+/// The most records that are written into a layer, padding included: whole 256s below the million at which other
+/// implementations refuse a layer.
+pub const MAX_WRITTEN_RECORDS: usize = 1_000_000 / 256 * 256;
+/// The most records that a layer may have to be opened (256 MiB of memory). More than others write: one of them knows no
+/// limit.
+pub const MAX_RECORDS: u64 = 1 << 24;
+/// The largest virtual size in bytes that records can address.
+pub const MAX_VIRTUAL_SIZE: u64 = INVALID_LBA * SECTOR;
+
+/// Index bytes that are read at a time, so that a size which is a lie costs no memory.
+const CHUNK_BYTES: usize = 1 << 20;
 
 /// The two forms of a sealed layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +48,8 @@ pub struct Layer {
     trailer: Header,
     variant: Variant,
     index: Arc<Index>,
+    zero_records: usize,
+    data_sectors: u64,
 }
 
 impl Layer {
@@ -42,11 +57,53 @@ impl Layer {
     /// and verifies that the index is sorted, disjoint and within the data.
     ///
     /// # Errors
-    /// [`crate::Error::Format`] for anything that is not a sealed layer or breaks an invariant, [`crate::Error::Limit`]
-    /// for more records than memory should hold, [`crate::Error::Io`].
+    /// [`Error::Format`] for anything that is not a sealed layer or breaks an invariant, [`Error::Limit`] for more
+    /// records than memory should hold, [`Error::Io`].
     pub fn open(source: Arc<dyn ReadAt>) -> Result<Self> {
-        let _ = source;
-        todo!()
+        let length = source.len()?;
+        if length < 2 * HEADER_BYTES as u64 {
+            return Err(Error::Format(format!(
+                "{length} bytes are too few for header and trailer"
+            )));
+        }
+        let header = read_header(source.as_ref(), 0)?;
+        if !header.has(flags::HEADER | flags::DATA) {
+            return Err(Error::Format(format!(
+                "flags {:#x} are not those of a layer's header",
+                header.flags
+            )));
+        }
+        let trailer = read_trailer(source.as_ref(), length)?;
+        let variant = if header.has(flags::SEALED) {
+            Variant::Committed
+        } else {
+            Variant::SealedInPlace
+        };
+        let records = read_index(source.as_ref(), &trailer)?;
+        Ok(Self::new(source, trailer, variant, records))
+    }
+
+    /// `records` must be those that the trailer speaks of, verified.
+    pub(crate) fn new(
+        source: Arc<dyn ReadAt>,
+        trailer: Header,
+        variant: Variant,
+        records: Vec<Packed>,
+    ) -> Self {
+        let zero_records = records.iter().filter(|record| record.zeroed()).count();
+        let data_sectors = records
+            .iter()
+            .filter(|record| !record.zeroed())
+            .map(|record| u64::from(record.length()))
+            .sum();
+        Self {
+            source,
+            trailer,
+            variant,
+            index: Arc::new(Index::from_sorted(records)),
+            zero_records,
+            data_sectors,
+        }
     }
 
     /// Identity of the layer; nil when it has none.
@@ -76,13 +133,13 @@ impl Layer {
     /// How many of the records are zeroed runs.
     #[must_use]
     pub fn zero_records(&self) -> usize {
-        todo!()
+        self.zero_records
     }
 
     /// Bytes of the device for which the layer stores data.
     #[must_use]
     pub fn data_bytes(&self) -> u64 {
-        todo!()
+        self.data_sectors * SECTOR
     }
 
     /// How the layer was made.
@@ -114,4 +171,89 @@ impl Layer {
     pub fn source(&self) -> &Arc<dyn ReadAt> {
         &self.source
     }
+}
+
+/// Read the header at `offset`.
+pub(crate) fn read_header(source: &dyn ReadAt, offset: u64) -> Result<Header> {
+    let mut bytes = [0; HEADER_BYTES];
+    source.read_exact_at(&mut bytes, offset)?;
+    Header::decode(&bytes)
+}
+
+/// Read and check the trailer of a sealed file of `length` bytes, at least twice a header's.
+pub(crate) fn read_trailer(source: &dyn ReadAt, length: u64) -> Result<Header> {
+    let end = length - HEADER_BYTES as u64;
+    let trailer = read_header(source, end)?;
+    if !trailer.has(flags::DATA | flags::SEALED) || trailer.has(flags::HEADER) {
+        return Err(Error::Format(format!(
+            "flags {:#x} are not those of a layer's trailer",
+            trailer.flags
+        )));
+    }
+    if trailer.virtual_size > MAX_VIRTUAL_SIZE {
+        return Err(Error::Limit(format!(
+            "a virtual size of {} bytes",
+            trailer.virtual_size
+        )));
+    }
+    let fits = trailer.index_offset >= FIRST_DATA_SECTOR * SECTOR
+        && trailer
+            .index_size
+            .checked_mul(RECORD_BYTES as u64)
+            .and_then(|bytes| bytes.checked_add(trailer.index_offset))
+            .is_some_and(|index_end| index_end <= end);
+    if !fits {
+        return Err(Error::Format(format!(
+            "an index of {} records at byte {} does not fit before the trailer at byte {end}",
+            trailer.index_size, trailer.index_offset
+        )));
+    }
+    if trailer.index_size > MAX_RECORDS {
+        return Err(Error::Limit(format!(
+            "an index of {} records",
+            trailer.index_size
+        )));
+    }
+    Ok(trailer)
+}
+
+fn read_index(source: &dyn ReadAt, trailer: &Header) -> Result<Vec<Packed>> {
+    let data_end = trailer.index_offset / SECTOR;
+    let mut offset = trailer.index_offset;
+    let end = offset + trailer.index_size * RECORD_BYTES as u64;
+    let mut records = Vec::new();
+    let mut position = 0;
+    let mut chunk = Vec::new();
+    while offset < end {
+        let bytes = (end - offset).min(CHUNK_BYTES as u64);
+        chunk.resize(bytes as usize, 0);
+        source.read_exact_at(&mut chunk, offset)?;
+        for record in Packed::all(&chunk) {
+            if record.is_padding() {
+                continue;
+            }
+            verify(record, position, data_end)?;
+            position = record.end();
+            records.push(record.with_tag(0));
+        }
+        offset += bytes;
+    }
+    records.shrink_to_fit();
+    Ok(records)
+}
+
+fn verify(record: Packed, position: u64, data_end: u64) -> Result<()> {
+    let fault = if record.lba() < position {
+        "overlaps the record before it or is out of order"
+    } else if record.end() > INVALID_LBA {
+        "reaches beyond the last sector"
+    } else if record.physical() < FIRST_DATA_SECTOR || record.unpack().physical_end() > data_end {
+        "lies outside of the data"
+    } else {
+        return Ok(());
+    };
+    Err(Error::Format(format!(
+        "an index record {fault}: {:?}",
+        record.unpack()
+    )))
 }

@@ -123,6 +123,15 @@ impl Packed {
         }
     }
 
+    /// All records of a piece of an index file; its length must be a multiple of 16.
+    pub(crate) fn all(bytes: &[u8]) -> impl Iterator<Item = Self> + '_ {
+        bytes.chunks_exact(RECORD_BYTES).map(|bytes| {
+            let mut record = [0; RECORD_BYTES];
+            record.copy_from_slice(bytes);
+            Self::from_bytes(&record)
+        })
+    }
+
     pub(crate) fn to_bytes(self) -> [u8; RECORD_BYTES] {
         (u128::from(self.high) << 64 | u128::from(self.low)).to_le_bytes()
     }

@@ -2,12 +2,15 @@
 
 use std::sync::Arc;
 
-use crate::index::Index;
+use crate::index::{merge, Index};
 use crate::layer::Layer;
-use crate::Result;
+use crate::record::Packed;
+use crate::{Error, Result};
 
 /// The most sealed layers that a stack can have.
 pub const MAX_LAYERS: usize = 255;
+/// The most records of all layers of a stack together.
+const MAX_MERGED_RECORDS: usize = 128_000_000;
 
 /// Sealed layers, bottom first, and their merged index.
 pub struct Lowers {
@@ -20,10 +23,42 @@ impl Lowers {
     /// in the number of records. No layers at all are fine.
     ///
     /// # Errors
-    /// [`crate::Error::Limit`] for more than [`MAX_LAYERS`] layers or too many records.
+    /// [`Error::Limit`] for more than [`MAX_LAYERS`] layers or too many records.
     pub fn merge(layers: Vec<Arc<Layer>>) -> Result<Arc<Self>> {
-        let _ = layers;
-        todo!()
+        let index = match layers.as_slice() {
+            // Its own index has tag 0, which is right for the layer at the bottom.
+            [only] => Arc::clone(only.index()),
+            _ => {
+                check_limits(
+                    layers.len(),
+                    layers.iter().map(|layer| layer.records()).sum(),
+                )?;
+                let levels: Vec<Vec<Packed>> = layers
+                    .iter()
+                    .enumerate()
+                    .map(|(number, layer)| tagged(layer, number))
+                    .collect();
+                let levels: Vec<&[Packed]> = levels.iter().map(Vec::as_slice).collect();
+                Arc::new(Index::from_sorted(merge(&levels)))
+            }
+        };
+        Ok(Arc::new(Self { layers, index }))
+    }
+
+    /// The same with one more layer on top.
+    ///
+    /// # Errors
+    /// As [`Lowers::merge`].
+    pub fn with_top(&self, layer: Arc<Layer>) -> Result<Arc<Self>> {
+        if self.layers.is_empty() {
+            return Self::merge(vec![layer]);
+        }
+        check_limits(self.layers.len() + 1, self.index.len() + layer.records())?;
+        let top = tagged(&layer, self.layers.len());
+        let index = Arc::new(Index::from_sorted(merge(&[self.index.packed(), &top])));
+        let mut layers = self.layers.clone();
+        layers.push(layer);
+        Ok(Arc::new(Self { layers, index }))
     }
 
     /// The layers, bottom first.
@@ -41,14 +76,48 @@ impl Lowers {
     /// Size of the device in bytes: that of the topmost layer that has one.
     #[must_use]
     pub fn virtual_size(&self) -> u64 {
-        todo!()
+        let sizes = self.layers.iter().rev().map(|layer| layer.virtual_size());
+        sizes.into_iter().find(|size| *size != 0).unwrap_or(0)
     }
 
     /// Check that each layer names the one below as its parent, as far as it names one.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] names the first pair that does not fit.
+    /// [`Error::Invalid`] names the first pair that does not fit.
     pub fn verify_parents(&self) -> Result<()> {
-        todo!()
+        for pair in self.layers.windows(2) {
+            let (below, above) = (pair[0].uuid(), pair[1].parent_uuid());
+            if above.is_some_and(|parent| parent != below) {
+                return Err(Error::Invalid(format!(
+                    "layer {} was made on top of another layer than {below}",
+                    pair[1].uuid()
+                )));
+            }
+        }
+        Ok(())
     }
+}
+
+/// A layer's records with its number. [`check_limits`] has seen the number.
+fn tagged(layer: &Layer, number: usize) -> Vec<Packed> {
+    layer
+        .index()
+        .packed()
+        .iter()
+        .map(|record| record.with_tag(number as u8))
+        .collect()
+}
+
+fn check_limits(layers: usize, records: usize) -> Result<()> {
+    if layers > MAX_LAYERS {
+        return Err(Error::Limit(format!(
+            "a stack of {layers} layers; at most {MAX_LAYERS}"
+        )));
+    }
+    if records > MAX_MERGED_RECORDS {
+        return Err(Error::Limit(format!(
+            "a stack of {records} records; at most {MAX_MERGED_RECORDS}"
+        )));
+    }
+    Ok(())
 }

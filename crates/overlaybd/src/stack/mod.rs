@@ -1,17 +1,22 @@
 //! A device made of layers: sealed lowers and, if it can be written, an upper. Thread-safe throughout. It must not know
 //! how the device is exported, nor name or delete files.
 
+mod control;
 mod lowers;
+mod view;
 
 pub use lowers::{Lowers, MAX_LAYERS};
+pub(crate) use view::View;
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use crate::layer::Layer;
+use crate::record::SECTOR;
 use crate::upper::{Mode, Upper};
-use crate::Result;
+use crate::{Error, Result};
 
 /// What a part of the device consists of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,50 +68,99 @@ pub struct Statistics {
 /// A device. All offsets and lengths are in bytes and multiples of 512; a request must end within
 /// [`Stack::virtual_size`].
 pub struct Stack {
-    _private: (),
+    state: RwLock<Arc<State>>,
+    virtual_size: AtomicU64,
+    /// Held for reading by everyone who changes the upper, for writing while the upper is exchanged.
+    gate: RwLock<()>,
+    /// Held by everyone who changes which layers there are, or the size.
+    control: Mutex<()>,
+    /// Held for writing until a sealed layer is on stable storage: nothing above it may be called durable before. `true`
+    /// when that failed.
+    lost: RwLock<bool>,
+}
+
+/// The layers of one moment.
+struct State {
+    lowers: Arc<Lowers>,
+    upper: Option<Arc<Upper>>,
+}
+
+impl State {
+    fn view(&self) -> View<'_> {
+        View {
+            lowers: Some(&self.lowers),
+            upper: self.upper.as_deref(),
+        }
+    }
+
+    fn upper(&self) -> Result<&Arc<Upper>> {
+        self.upper
+            .as_ref()
+            .ok_or_else(|| Error::Invalid("the device is read-only".into()))
+    }
 }
 
 impl Stack {
     /// Put an upper, or nothing, on lowers. An upper of size 0 takes the lowers' size, and writes that down.
     ///
     /// # Errors
-    /// [`crate::Error::Io`] when the size could not be written, [`crate::Error::Limit`].
+    /// [`Error::Invalid`] for a sparse upper that was opened again on top of layers, [`Error::Io`] when the size could
+    /// not be written.
     pub fn open(lowers: Arc<Lowers>, upper: Option<Upper>) -> Result<Self> {
-        let _ = (lowers, upper);
-        todo!()
+        let mut virtual_size = lowers.virtual_size();
+        if let Some(upper) = &upper {
+            if upper.forgot_zeroes() && !lowers.layers().is_empty() {
+                return Err(Error::Invalid(
+                    "a sparse upper that is opened again forgets its zeros: it cannot lie on layers".into(),
+                ));
+            }
+            match upper.virtual_size() {
+                0 if virtual_size != 0 => upper.resize(virtual_size.next_multiple_of(SECTOR))?,
+                size => virtual_size = size,
+            }
+        }
+        let upper = upper.map(Arc::new);
+        Ok(Self {
+            state: RwLock::new(Arc::new(State { lowers, upper })),
+            virtual_size: AtomicU64::new(virtual_size),
+            gate: RwLock::default(),
+            control: Mutex::default(),
+            lost: RwLock::default(),
+        })
     }
 
     /// Size of the device in bytes.
     #[must_use]
     pub fn virtual_size(&self) -> u64 {
-        todo!()
+        self.virtual_size.load(Ordering::Acquire)
     }
 
     /// How many layers there are, the upper included.
     #[must_use]
     pub fn depth(&self) -> usize {
-        todo!()
+        let state = self.state();
+        state.lowers.layers().len() + usize::from(state.upper.is_some())
     }
 
     /// Whether there is no upper.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
-        todo!()
+        self.state().upper.is_none()
     }
 
     /// The sealed layers of this moment.
     #[must_use]
     pub fn lowers(&self) -> Arc<Lowers> {
-        todo!()
+        Arc::clone(&self.state().lowers)
     }
 
     /// Fill the buffer from `offset`.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when unaligned or out of range, [`crate::Error::Io`].
+    /// [`Error::Invalid`] when unaligned or out of range, [`Error::Io`].
     pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
-        let _ = (buffer, offset);
-        todo!()
+        let lba = self.check(offset, buffer.len() as u64)?;
+        self.state().view().read(buffer, lba)
     }
 
     /// Like [`Stack::read_at`], but only when it needs no wait for a disk: `false` when it would, and then the content
@@ -115,18 +169,19 @@ impl Stack {
     /// # Errors
     /// As [`Stack::read_at`].
     pub fn try_read_at(&self, buffer: &mut [u8], offset: u64) -> Result<bool> {
-        let _ = (buffer, offset);
-        todo!()
+        let lba = self.check(offset, buffer.len() as u64)?;
+        self.state().view().try_read(buffer, lba)
     }
 
     /// Write to the upper. After an error any part of the range may be written.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when unaligned, out of range, or read-only; [`crate::Error::Io`], in which
-    /// [`crate::Error::is_out_of_space`] tells that it will work again when there is room.
+    /// [`Error::Invalid`] when unaligned, out of range, or read-only; [`Error::Io`], in which
+    /// [`Error::is_out_of_space`] tells that it will work again when there is room.
     pub fn write_at(&self, data: &[u8], offset: u64) -> Result<()> {
-        let _ = (data, offset);
-        todo!()
+        let lba = self.check(offset, data.len() as u64)?;
+        let _writer = self.pass_gate();
+        self.state().upper()?.write(lba, data)
     }
 
     /// Make a range read as zeros and give its space back where the upper holds it. Only sectors that would not read as
@@ -135,8 +190,13 @@ impl Stack {
     /// # Errors
     /// As [`Stack::write_at`].
     pub fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        let _ = (offset, length);
-        todo!()
+        let lba = self.check(offset, length)?;
+        let _writer = self.pass_gate();
+        let state = self.state();
+        let upper = state.upper()?;
+        state.view().shown(lba, length / SECTOR, |lba, sectors| {
+            upper.zero(lba, sectors)
+        })
     }
 
     /// Make a range read as zeros. The same as [`Stack::discard`].
@@ -150,65 +210,83 @@ impl Stack {
     /// Return when all writes that have returned are on stable storage.
     ///
     /// # Errors
-    /// [`crate::Error::Io`]. A read-only stack has nothing to do.
+    /// [`Error::Io`]. A read-only stack has nothing to do.
     pub fn flush(&self) -> Result<()> {
-        todo!()
-    }
-
-    /// Grow the device to `virtual_size` bytes; that is on stable storage when the call returns.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] when it would shrink, is unaligned, or there is no upper; [`crate::Error::Limit`] beyond
-    /// what the format can express; [`crate::Error::Io`].
-    pub fn resize(&self, virtual_size: u64) -> Result<()> {
-        let _ = virtual_size;
-        todo!()
+        let state = {
+            let lost = self.lost.read().unwrap_or_else(PoisonError::into_inner);
+            if *lost {
+                return Err(Error::Io(std::io::Error::other(
+                    "a sealed layer of this device could not be made durable",
+                )));
+            }
+            self.state()
+        };
+        state.upper.as_ref().map_or(Ok(()), |upper| upper.flush())
     }
 
     /// What a range of bytes consists of: extents in order that tile it, no two neighbours of one kind.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] when unaligned or out of range.
+    /// [`Error::Invalid`] when unaligned or out of range.
     pub fn extents(&self, range: Range<u64>) -> Result<Vec<Extent>> {
-        let _ = range;
-        todo!()
-    }
-
-    /// Seal the upper in place and go on with a fresh one on top of it, at one moment for every reader and writer. The
-    /// fresh upper gets the stack's size, and the sealed one as its parent. Takes time by the number of records, not by
-    /// the amount of data. The sealed layer, and the fresh upper's headers, are on stable storage when the call returns;
-    /// the old upper's index file is not needed any more then.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] without upper, [`crate::Error::Limit`] when there are too many layers or records,
-    /// [`crate::Error::Io`]. The stack goes on with its old upper then, and the fresh one is dropped. One exception: when
-    /// the disk fails to make the sealed layer durable after the switch, flushes fail from then on.
-    pub fn restack(&self, fresh: Upper) -> Result<Restacked> {
-        let _ = fresh;
-        todo!()
-    }
-
-    /// Seal the upper in place; the device is read-only afterwards.
-    ///
-    /// # Errors
-    /// As [`Stack::restack`].
-    pub fn seal(&self) -> Result<Restacked> {
-        todo!()
-    }
-
-    /// Put `layer` in the place of `count` neighbouring lowers from `first` (0 at the bottom). It must hold what they
-    /// hold together (see [`crate::commit::merge`]); that is the caller's word.
-    ///
-    /// # Errors
-    /// [`crate::Error::Invalid`] when there are no such lowers, [`crate::Error::Limit`].
-    pub fn replace_lowers(&self, first: usize, count: usize, layer: Arc<Layer>) -> Result<()> {
-        let _ = (first, count, layer);
-        todo!()
+        let length = range
+            .end
+            .checked_sub(range.start)
+            .ok_or_else(|| Error::Invalid(format!("the range {range:?} ends before it begins")))?;
+        let lba = self.check(range.start, length)?;
+        let mut extents = Vec::new();
+        self.state()
+            .view()
+            .extents(lba, length / SECTOR, |extent| {
+                extents.push(extent);
+                Ok(())
+            })?;
+        Ok(extents)
     }
 
     /// Numbers of this moment.
     #[must_use]
     pub fn statistics(&self) -> Statistics {
-        todo!()
+        let state = self.state();
+        let upper = state.upper.as_ref();
+        Statistics {
+            depth: state.lowers.layers().len() + usize::from(upper.is_some()),
+            merged_records: state.lowers.index().len(),
+            upper_records: upper.map_or(0, |upper| upper.records()),
+            upper_data_bytes: upper.map_or(0, |upper| upper.data_bytes()),
+            upper_file_bytes: upper.map_or(0, |upper| upper.file_bytes()),
+            upper_mode: upper.map(|upper| upper.mode()),
+        }
+    }
+
+    /// Look at all layers of this moment.
+    pub(crate) fn with_view<T>(&self, look: impl FnOnce(View<'_>) -> T) -> T {
+        look(self.state().view())
+    }
+
+    fn state(&self) -> Arc<State> {
+        Arc::clone(&self.state.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// What is read from [`Stack::state`] afterwards stays the upper until the guard is dropped.
+    fn pass_gate(&self) -> RwLockReadGuard<'_, ()> {
+        self.gate.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The first sector of a valid request.
+    fn check(&self, offset: u64, length: u64) -> Result<u64> {
+        if offset % SECTOR != 0 || length % SECTOR != 0 {
+            return Err(Error::Invalid(format!(
+                "{length} bytes at {offset} are not whole sectors of {SECTOR} bytes"
+            )));
+        }
+        let size = self.virtual_size();
+        let end = offset.checked_add(length);
+        if end.is_none_or(|end| end > size.next_multiple_of(SECTOR)) {
+            return Err(Error::Invalid(format!(
+                "{length} bytes at {offset} lie outside of a device of {size} bytes"
+            )));
+        }
+        Ok(offset / SECTOR)
     }
 }
