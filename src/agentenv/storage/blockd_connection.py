@@ -88,8 +88,11 @@ class Connection:
             await self._writer.drain()
         except OSError as error:
             raise BlockDaemonError(UNAVAILABLE, f"{words(method, params)}: the block daemon has gone") from error
-        while "event" in (answer := await self._line()):
-            self._events.append(read_event(answer))
+        try:
+            while "event" in (answer := await self._line()):
+                self._events.append(read_event(answer))
+        except BlockDaemonError as error:
+            raise BlockDaemonError(error.code, f"{words(method, params)}: {error.message}") from error
         if answer.get("id") != self._number:
             raise BlockDaemonError("protocol", f"{words(method, params)}: the block daemon answered something else")
         self.waiting = False
