@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub mod world;
+
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -100,19 +102,21 @@ impl Disk {
         self.0.lock().unwrap().syncs = syncs;
     }
 
-    /// A disk on which these changes happened.
-    pub fn after(files: usize, changes: &[Change]) -> Self {
-        let disk = Self::default();
-        for _ in 0..files {
-            disk.file();
-        }
-        let mut content = disk.0.lock().unwrap();
+    /// All files as they are.
+    pub fn contents(&self) -> Vec<Vec<u8>> {
+        self.0.lock().unwrap().files.clone()
+    }
+
+    /// A disk with these files, on which these changes happened.
+    pub fn after(files: Vec<Vec<u8>>, changes: &[Change]) -> Self {
+        let mut content = Content {
+            files,
+            ..Content::default()
+        };
         for change in changes {
             content.apply(change).unwrap();
         }
-        content.journal.clear();
-        drop(content);
-        disk
+        Self(Arc::new(Mutex::new(content)))
     }
 }
 
@@ -162,8 +166,28 @@ impl Content {
         Ok(())
     }
 
-    fn change(&mut self, change: Change) -> io::Result<()> {
+    fn change(&mut self, mut change: Change) -> io::Result<()> {
+        let free = self.room.map(|room| room.saturating_sub(self.used()));
         let outcome = self.apply(&change);
+        if let (
+            Err(_),
+            Change::Write {
+                file,
+                offset,
+                bytes,
+            },
+            Some(free),
+        ) = (&outcome, &mut change, free)
+        {
+            // What is written down is what happened.
+            let end = self.files[*file].len() as u64;
+            let fits = if free == 0 && end <= *offset {
+                0
+            } else {
+                end.saturating_sub(*offset)
+            };
+            bytes.truncate(fits as usize);
+        }
         self.journal.push(change);
         outcome
     }
