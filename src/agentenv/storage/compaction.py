@@ -38,8 +38,8 @@ class Chain:
 def choose_run(sizes: Sequence[int], base_layers: int, max_depth: int) -> Run | None:
     """Which layers to merge: None when the stack is not too deep.
 
-    The newest ones, and older ones only as long as each is not larger than all that is merged above it: so every byte
-    is rewritten a logarithmic number of times, however long the chain of captures becomes.
+    The newest ones, and older ones only as long as each is not larger than all that is merged above it: with a sensible
+    limit a byte is rewritten about as often as the logarithm of the number of captures says.
 
     Args:
         sizes: of all layers, bottom first, bytes.
