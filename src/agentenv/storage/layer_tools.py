@@ -1,4 +1,4 @@
-"""What the store and the disks need of the layer format, as a protocol, and its implementation by `agentenv._native`.
+"""What the store and the disks need of the layer format, as a protocol, and its implementation by the compiled module.
 
 Tests bring their own. Everything here blocks and releases the interpreter lock meanwhile.
 """
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from agentenv.errors import AgentEnvError, InsufficientStorageError, LayerError, StorageError
+from agentenv.errors import LayerError
+from agentenv.storage import images
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,46 +45,22 @@ class LayerTools(Protocol):
 
 
 class NativeLayerTools:
-    """The compiled module."""
+    """`agentenv._native`, through `images.py`."""
 
     def inspect(self, path: Path) -> LayerFacts:
-        from agentenv import _native
-
-        try:
-            facts = _native.inspect(path)
-        except _native.LayerError as error:
-            raise _worded(error) from error
-        if facts["variant"] not in ("committed", "sealed"):
-            raise LayerError(f"{path} is a writable layer ({facts['variant']}); seal or commit it first")
+        layer = images.describe_layer(path)
+        if layer.writable:
+            raise LayerError(f"{path} is a writable layer ({layer.variant}); seal or commit it first")
         return LayerFacts(
-            digest=facts["digest"],
-            size=facts["size"],
-            uuid=facts["uuid"],
-            parent_uuid=facts["parent_uuid"],
-            virtual_size=facts["virtual_size"],
+            digest=layer.digest,
+            size=layer.size,
+            uuid=layer.uuid,
+            parent_uuid=layer.parent_uuid,
+            virtual_size=layer.virtual_size,
         )
 
     def verify(self, path: Path) -> str:
-        from agentenv import _native
-
-        try:
-            return _native.verify(path)["digest"]
-        except _native.LayerError as error:
-            raise _worded(error) from error
+        return images.verify_layer(path).digest
 
     def merge(self, layers: Sequence[Path], out: Path, *, uuid: str | None) -> None:
-        from agentenv import _native
-
-        try:
-            _native.merge(layers, out, uuid=uuid)
-        except _native.LayerError as error:
-            raise _worded(error) from error
-
-
-def _worded(error: Exception) -> AgentEnvError:
-    kind = getattr(error, "kind", "io")
-    if kind == "no_space":
-        return InsufficientStorageError(f"{error}; remove sandboxes or enlarge the file system")
-    if kind in ("io", "invalid", "exists"):
-        return StorageError(str(error))
-    return LayerError(str(error))
+        images.merge_layers(layers, out, uuid=uuid)
