@@ -30,16 +30,14 @@ pub fn listen(path: &Path, mode: u32, as_directory: bool) -> io::Result<UnixList
         SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
         None,
     )?;
-    // The file gets the mode that the socket has when it is bound; changing it by name later could be tricked.
+    // The file gets no more than the mode that the socket has when it is bound.
     rustix::fs::fchmod(&socket, Mode::from_raw_mode(mode))?;
     let temporary = format!(".{}.{}", name.to_string_lossy(), std::process::id());
     remove(&directory, OsStr::new(&temporary))?;
     let address = format!("/proc/self/fd/{}/{temporary}", directory.as_raw_fd());
     rustix::net::bind(&socket, &rustix::net::SocketAddrUnix::new(address)?)?;
     let result = (|| {
-        if as_directory {
-            give_to_owner(&directory, &temporary)?;
-        }
+        set_rights(&directory, &temporary, mode, as_directory)?;
         rustix::net::listen(&socket, BACKLOG)?;
         rustix::fs::renameat(&directory, &temporary, &directory, name)?;
         Ok(())
@@ -95,9 +93,9 @@ fn remove(directory: &File, name: &OsStr) -> io::Result<()> {
     }
 }
 
-/// Give the fresh socket to the owner and the group of its directory. Looks at what it gives away: the directory's owner
-/// could have put something else in its place.
-fn give_to_owner(directory: &File, name: &str) -> io::Result<()> {
+/// Give the fresh socket its mode, whatever the umask is, and perhaps the owner and the group of its directory. Looks at what
+/// it changes: the directory's owner could have put something else in its place.
+fn set_rights(directory: &File, name: &str, mode: u32, as_directory: bool) -> io::Result<()> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::openat(directory, name, flags, Mode::empty())?);
     let status = rustix::fs::fstat(&file)?;
@@ -109,8 +107,11 @@ fn give_to_owner(directory: &File, name: &str) -> io::Result<()> {
             "the socket was replaced while it was made",
         ));
     }
+    // A descriptor without rights to the content can only be changed through its name in /proc.
+    let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
+    rustix::fs::chmod(itself, Mode::from_raw_mode(mode))?;
     let owner = directory.metadata()?;
-    if (owner.uid(), owner.gid()) == (status.st_uid, status.st_gid) {
+    if !as_directory || (owner.uid(), owner.gid()) == (status.st_uid, status.st_gid) {
         return Ok(());
     }
     rustix::fs::chownat(
