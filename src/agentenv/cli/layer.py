@@ -32,7 +32,8 @@ _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 _SIZE = re.compile(r"([0-9]{1,19})([KMGT]?)", re.IGNORECASE)
 
 
-def _size(text: str) -> int:
+def _size(given: str | int) -> int:
+    text = str(given)  # a default comes as it is
     match = _SIZE.fullmatch(text)
     size = int(match[1]) * _UNITS[match[2].upper()] if match else 1 << 63
     if size >= 1 << 63:
