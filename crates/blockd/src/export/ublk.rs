@@ -69,7 +69,9 @@ pub fn free_number(taken: &[u32]) -> Result<u32> {
     check_host()?;
     (0..sys::UBLK_MAX_QUEUE_DEPTH)
         .find(|number| !taken.contains(number) && !device_exists(*number))
-        .ok_or_else(|| Error::Unsupported("ublk: this host has as many devices as it can have".into()))
+        .ok_or_else(|| {
+            Error::Unsupported("ublk: this host has as many devices as it can have".into())
+        })
 }
 
 fn device_exists(number: u32) -> bool {
@@ -247,20 +249,25 @@ struct Ublk {
 impl Ublk {
     fn start_serving(&mut self, target: &Target) -> Result<()> {
         let Some(device) = self.device.clone() else {
-            return Err(Error::Internal("a closed ublk device cannot be started".into()));
+            return Err(Error::Internal(
+                "a closed ublk device cannot be started".into(),
+            ));
         };
         let (ready, waiting) = mpsc::channel();
         for id in 0..device.dev_info.nr_hw_queues {
             let queue = self
                 .start_queue(id, &device, target.clone(), ready.clone())
-                .map_err(|error| Error::io(format!("/dev/ublkb{}: queue {id}", self.number), &error))?;
+                .map_err(|error| {
+                    Error::io(format!("/dev/ublkb{}: queue {id}", self.number), &error)
+                })?;
             self.queues.push(queue);
         }
         drop(ready);
         for result in waiting.iter().take(self.queues.len()) {
             result.map_err(|message| Error::Io(format!("/dev/ublkb{}: {message}", self.number)))?;
         }
-        checked(self.control.start_dev(&device)).map_err(|error| failed(self.number, "start", &error))
+        checked(self.control.start_dev(&device))
+            .map_err(|error| failed(self.number, "start", &error))
     }
 
     fn start_queue(

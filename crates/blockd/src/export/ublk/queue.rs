@@ -5,12 +5,13 @@
 
 use std::cell::Cell;
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use io_uring::{opcode, types};
+use io_uring::{opcode, types, IoUring};
 use libublk::helpers::IoBuf;
-use libublk::io::{with_task_io_ring, UblkDev, UblkIOCtx, UblkQueue};
+use libublk::io::{with_task_io_ring, with_task_io_ring_mut, UblkDev, UblkIOCtx, UblkQueue};
 use libublk::{sys, BufDesc, BufDescList, UblkError, UblkIORes, UblkUringData};
 use rustix::event::{eventfd, poll, EventfdFlags, PollFd, PollFlags};
 
@@ -82,9 +83,11 @@ pub(super) fn serve(
     mailbox: &Arc<Mailbox>,
     ready: impl FnOnce(),
 ) -> Result<(), UblkError> {
-    let buffers = device.alloc_queue_io_bufs();
+    // While the kernel may still fill one of them they must not be freed, also when something here panics.
+    let mut buffers = ManuallyDrop::new(device.alloc_queue_io_bufs());
     let queue = UblkQueue::new(id, device)?
         .submit_fetch_commands_unified(BufDescList::Slices(Some(&buffers)))?;
+    let ring = Ring;
     let server = Server {
         queue: &queue,
         buffers: &buffers,
@@ -98,7 +101,38 @@ pub(super) fn serve(
     let result = server.run();
     // Workers use the buffers.
     server.wait_for_jobs();
-    result
+    drop(ring);
+    drop(queue);
+    if let Ok(Ending::Stopped) = result {
+        // SAFETY: it is done once, and the kernel has taken back every request that had a buffer.
+        unsafe { ManuallyDrop::drop(&mut buffers) };
+    }
+    result.map(|_| ())
+}
+
+enum Ending {
+    /// The kernel sends nothing any more.
+    Stopped,
+    /// The kernel has requests that wait for a successor.
+    Detached,
+}
+
+/// Closes the thread's ring when it is dropped, so that the kernel takes back the requests that wait in it. The library
+/// does not: it would wait for them when it drops the queue.
+struct Ring;
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        match IoUring::new(2) {
+            Ok(spare) => {
+                with_task_io_ring_mut(|ring| drop(std::mem::replace(ring, spare)));
+            }
+            Err(error) => {
+                tracing::error!(%error, "a ublk queue cannot be closed");
+                std::process::abort();
+            }
+        }
+    }
 }
 
 struct Server<'a> {
@@ -112,7 +146,7 @@ struct Server<'a> {
 }
 
 impl Server<'_> {
-    fn run(&self) -> Result<(), UblkError> {
+    fn run(&self) -> Result<Ending, UblkError> {
         loop {
             let result = self.queue.flush_and_wake_io_tasks(
                 |data, completion, _| self.completed(data, completion.result()),
@@ -120,14 +154,14 @@ impl Server<'_> {
             );
             match result {
                 Ok(_) => {}
-                Err(UblkError::QueueIsDown) => return Ok(()),
+                Err(UblkError::QueueIsDown) => return Ok(Ending::Stopped),
                 Err(UblkError::IOError(error)) if is_transient(&error) => {}
                 Err(error) => return Err(error),
             }
             if self.detaching.get() && self.jobs.get() == 0 {
                 // The answers that are ready; the kernel sends again what has none.
                 with_task_io_ring(|ring| ring.submit())?;
-                return Ok(());
+                return Ok(Ending::Detached);
             }
         }
     }
@@ -288,7 +322,9 @@ unsafe impl Send for Buffer {}
 impl Buffer {
     /// `None` for a request that is larger than what the device allows.
     fn new(buffer: &IoBuf<u8>, length: u64) -> Option<Self> {
-        let length = usize::try_from(length).ok().filter(|length| *length <= buffer.len())?;
+        let length = usize::try_from(length)
+            .ok()
+            .filter(|length| *length <= buffer.len())?;
         Some(Self {
             start: buffer.as_mut_ptr(),
             length,
@@ -349,8 +385,14 @@ mod tests {
     #[test]
     fn full_disks_and_refusals_have_codes_of_their_own() {
         assert_eq!(code_of(&io::ErrorKind::StorageFull.into()), -libc::ENOSPC);
-        assert_eq!(code_of(&io::ErrorKind::PermissionDenied.into()), -libc::EPERM);
-        assert_eq!(code_of(&io::Error::from_raw_os_error(libc::EDQUOT)), -libc::ENOSPC);
+        assert_eq!(
+            code_of(&io::ErrorKind::PermissionDenied.into()),
+            -libc::EPERM
+        );
+        assert_eq!(
+            code_of(&io::Error::from_raw_os_error(libc::EDQUOT)),
+            -libc::ENOSPC
+        );
         assert_eq!(code_of(&io::Error::other("x")), -libc::EIO);
     }
 
