@@ -140,6 +140,17 @@ class VmmError(AgentEnvError):
     """The virtual machine monitor failed or answered with an error."""
 
 
+class SnapshotError(AgentEnvError):
+    """A snapshot is damaged, incomplete, or not of this version or host; the message names the file and the part."""
+
+
+class SnapshotNotFoundError(NotFoundError):
+    """No snapshot of that id."""
+
+    def __init__(self, snapshot_id: str) -> None:
+        super().__init__(f"snapshot '{snapshot_id}' not found")
+
+
 class NetworkError(AgentEnvError):
     """A network slot could not be made, changed or removed."""
 
