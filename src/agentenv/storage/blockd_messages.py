@@ -14,6 +14,7 @@ PROTOCOL = 1
 UNAVAILABLE = "unavailable"
 """Code of a `BlockDaemonError` when no answer came."""
 
+_NIL = "00000000-0000-0000-0000-000000000000"
 UpperMode = Literal["hybrid", "append", "sparse"]
 ExportKind = Literal["nbd", "ublk", "kernel-nbd"]
 T = TypeVar("T")
@@ -57,6 +58,8 @@ class Device:
     read_only: bool
     opens: int
     exports: tuple[Export, ...]
+    error: str | None = None
+    """Why the device, or an export of it, could not be opened again when the daemon started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,7 @@ def read_device(content: Mapping[str, Any]) -> Device:
         read_only=bool(content["read_only"]),
         opens=int(content["opens"]),
         exports=tuple(read_export(entry) for entry in content["exports"]),
+        error=content.get("error"),
     )
 
 
@@ -176,14 +180,18 @@ def read_sealed_layer(content: Mapping[str, Any]) -> SealedLayer:
     layer = content["layer"]
     return SealedLayer(
         path=Path(layer["path"]),
-        uuid=layer["uuid"],
-        parent_uuid=layer["parent_uuid"],
+        uuid=str(layer["uuid"]).lower(),
+        parent_uuid=_uuid(layer["parent_uuid"]),
         virtual_size=int(layer["virtual_size"]),
         records=int(layer["records"]),
         data_bytes=int(layer["data_bytes"]),
         size=int(layer["size"]),
         paused_us=int(content["paused_us"]),
     )
+
+
+def _uuid(text: str | None) -> str | None:
+    return None if text is None or text == _NIL else text.lower()
 
 
 def read_event(content: Mapping[str, Any]) -> DaemonEvent:
@@ -204,5 +212,5 @@ def read_statistics(content: Mapping[str, Any]) -> Statistics:
             device: DeviceStatistics(**{name: int(counters[name]) for name in names})
             for device, counters in content["devices"].items()
         },
-        layers=tuple(LayerUse(Path(use["path"]), use["uuid"], int(use["devices"])) for use in content["layers"]),
+        layers=tuple(LayerUse(Path(use["path"]), _uuid(use["uuid"]), int(use["devices"])) for use in content["layers"]),
     )

@@ -109,36 +109,38 @@ class DiskStacks:
         record = await asyncio.to_thread(self._records.read, disk_id)
         if device is None:
             paths = await asyncio.to_thread(self._take_in_lost, disk_id)
-            await self._open(disk_id, record, paths)
+            await self._open_lost(disk_id, record, paths)
             await asyncio.to_thread(self._remove_captured, disk_id)
             return True
+        failed = device.error is not None
+        if failed:
+            device = await self._open(disk_id, record, device.lowers)
         digests, captured = await asyncio.to_thread(self._take_in, disk_id, device)
         await asyncio.to_thread(self._follow, disk_id, digests, merging=merging)
         for position in captured:
-            await self._client.replace(disk_id, first=position, count=1, layer=self._layers.get(digests[position]).path)
+            layer = await asyncio.to_thread(self._layers.get, digests[position])
+            await self._client.replace(disk_id, first=position, count=1, layer=layer.path)
         await asyncio.to_thread(self._remove_captured, disk_id)
         if not device.exports:
-            await self._client.export_nbd(disk_id, Path(record.directory) / SOCKET_NAME)
-        return False
+            await self._export(disk_id, record)
+        return failed
 
     async def capture(self, disk_id: str) -> StoredLayer:
         """Seal the upper into a layer of the store. When this fails after the seal, `settle` completes it."""
         path = await asyncio.to_thread(self._records.next_captured, disk_id)
+        parent: str | None = None
+        expected = True
         try:
-            await self._client.restack(disk_id, path)
+            parent = (await self._client.restack(disk_id, path)).parent_uuid
         except BlockDaemonError as error:
             if error.code != UNAVAILABLE or not await self._has_lower(disk_id, path):
                 raise
-        owner = owner_of(disk_id)
-
-        def take_in() -> tuple[StoredLayer, int]:
-            below = self._layers.references(owner)
-            layer = self._layers.link_file(path, owner=owner)
-            if layer.digest in below:  # the very same bytes twice
-                self._layers.set_references(owner, (*below, layer.digest))
-            return layer, len(below)
-
-        layer, position = await asyncio.to_thread(take_in)
+            expected = False
+        layer, position = await asyncio.to_thread(self._link, disk_id, path, parent)
+        if position is None or not expected:
+            # The daemon first completed an earlier capture, which had failed: its layer lies below this one.
+            await self.settle(disk_id, (await self.devices()).get(disk_id), merging=True)
+            return layer
         await self._client.replace(disk_id, first=position, count=1, layer=layer.path)
         await asyncio.to_thread(path.unlink)
         return layer
@@ -167,10 +169,25 @@ class DiskStacks:
 
         return await asyncio.to_thread(read)
 
-    async def _open(self, disk_id: str, record: DiskRecord, lowers: Sequence[Path]) -> None:
+    async def _open(self, disk_id: str, record: DiskRecord, lowers: Sequence[Path]) -> Device:
         upper = Upper(self._records.path(disk_id))
-        await self._client.open(disk_id, lowers, upper, virtual_size=record.virtual_size)
+        device = await self._client.open(disk_id, lowers, upper, virtual_size=record.virtual_size)
+        await self._export(disk_id, record)
+        return device
+
+    async def _export(self, disk_id: str, record: DiskRecord) -> None:
         await self._client.export_nbd(disk_id, Path(record.directory) / SOCKET_NAME)
+
+    async def _open_lost(self, disk_id: str, record: DiskRecord, lowers: Sequence[Path]) -> None:
+        try:
+            await self._open(disk_id, record, lowers)
+        except BlockDaemonError as error:
+            if error.code != "conflict":
+                raise
+            # The daemon has a note of that name that it cannot read.
+            log.warning("device_replaced", disk=disk_id, error=error.message)
+            await self._client.close_device(disk_id)
+            await self._open(disk_id, record, lowers)
 
     async def _has_lower(self, disk_id: str, path: Path) -> bool:
         """Whether a restack whose answer was lost was done."""
@@ -180,6 +197,18 @@ class DiskStacks:
             log.warning("capture_outcome_unknown", disk=disk_id, error=error.message)
             return False
         return device is not None and any(lower.name == path.name for lower in device.lowers)
+
+    def _link(self, disk_id: str, path: Path, parent: str | None) -> tuple[StoredLayer, int | None]:
+        """Take a captured layer in. Its position in the chain is None when its parent is not the disk's top layer."""
+        owner = owner_of(disk_id)
+        below = self._layers.references(owner)
+        top = self._layers.get(below[-1]).uuid if below else None
+        layer = self._layers.link_file(path, owner=owner)
+        if parent != top:
+            return layer, None
+        if layer.digest in below:  # the very same bytes twice
+            self._layers.set_references(owner, (*below, layer.digest))
+        return layer, len(below)
 
     def _take_in(self, disk_id: str, device: Device) -> tuple[list[str], list[int]]:
         """Digests of a device's lowers, and the positions of those that still lie beside the upper."""
@@ -213,9 +242,16 @@ class DiskStacks:
             self._layers.drop(merge_owner(disk_id))
 
     def _remove_captured(self, disk_id: str) -> None:
-        """Remove the second names of captured layers: all of them are in the store, and nobody uses these any more."""
-        for path in self._records.captured(disk_id):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise worded(error, f"cannot remove {path}") from error
+        """Remove the second names of layers of the store. Other captured layers belong to a restack that goes on."""
+        try:
+            stored = {
+                (status.st_dev, status.st_ino)
+                for digest in self._layers.references(owner_of(disk_id))
+                for status in [self._layers.get(digest).path.stat()]
+            }
+            for path in self._records.captured(disk_id):
+                status = path.stat()
+                if (status.st_dev, status.st_ino) in stored:
+                    path.unlink()
+        except OSError as error:
+            raise worded(error, f"cannot remove a captured layer of disk {disk_id}") from error

@@ -63,18 +63,25 @@ class Daemon:
         self.deaths: dict[str, str] = {}
         self.gates: dict[str, threading.Event] = {}
         self.calls: list[str] = []
+        self.full_after_switch = False
         self.failed: list[tuple[str, str]] = []
         for path in self.devices_dir.glob("[!.]*.json"):
             device = json.loads(path.read_text())
+            self.devices[device["device"]] = device
             try:
-                for lower in device["lowers"]:
-                    read_layer(Path(lower))
-                self._make_upper(device)
-                for export in device["exports"]:
-                    self._listen(export["path"])
-                self.devices[device["device"]] = device
+                self._finish_restack(device)
+                self._open_parts(device)
             except RefusalError as refusal:
+                device["error"] = str(refusal)
                 self.failed.append((device["device"], str(refusal)))
+
+    def _open_parts(self, device: dict[str, Any]) -> None:
+        for lower in device["lowers"]:
+            read_layer(Path(lower))
+        self._make_upper(device)
+        for export in device["exports"]:
+            self._listen(export["path"])
+        device.pop("error", None)
 
     def call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         gate = self.gates.pop(method, None)
@@ -104,6 +111,8 @@ class Daemon:
             known = self.devices[device]
             if (known["lowers"], known["upper"]) != (lowers, upper):
                 raise RefusalError("conflict", f"{device} is open with other parts")
+            if "error" in known:
+                self._open_parts(known)
             return known
         layers = [read_layer(Path(path)) for path in lowers]
         if any(not layer["sealed"] for layer in layers):
@@ -151,19 +160,38 @@ class Daemon:
         known = self._device(device)
         if known["upper"] is None:
             raise RefusalError("conflict", f"{device} has no upper")
+        self._finish_restack(known)
+        if Path(layer).exists():
+            raise RefusalError("conflict", f"{layer} exists")
         data = Path(known["upper"]["directory"]) / "upper.data"
         sealed = read_layer(data) | {"sealed": True}
         write(data, sealed)
         data.rename(layer)
-        known["lowers"] = [*known["lowers"], layer]
-        self._save(known)
+        known["restack"] = layer
         self._make_upper(known, name=uuid)
+        if self.full_after_switch:
+            self.full_after_switch = False
+            self._save(known)
+            raise RefusalError("no_space", "told to find no room for the note of the restack")
+        self._finish_restack(known)
         facts = {key: sealed[key] for key in ("uuid", "parent_uuid", "virtual_size")}
         size = Path(layer).stat().st_size
         return {"layer": {"path": layer, "records": 1, "data_bytes": 1, "size": size, **facts}, "paused_us": 12}
 
+    def _finish_restack(self, known: dict[str, Any]) -> None:
+        layer = known.pop("restack", None)
+        if layer is not None:
+            known["lowers"] = [*known["lowers"], layer]
+            self._save(known)
+
+    def do_fake_full_after_switch(self) -> dict[str, Any]:
+        self.full_after_switch = True
+        return {}
+
     def do_replace(self, device: str, first: int, count: int, layer: str) -> dict[str, Any]:
         known = self._device(device)
+        if "restack" in known:
+            raise RefusalError("conflict", "a restack is not finished")
         read_layer(Path(layer))
         if first + count > len(known["lowers"]):
             raise RefusalError("bad_request", "no such lowers")
@@ -214,7 +242,7 @@ class Daemon:
     def do_fake_read(self, device: str) -> dict[str, Any]:
         known = self._device(device)
         blocks: dict[str, str] = {}
-        for path in known["lowers"]:
+        for path in [*known["lowers"], *([known["restack"]] if "restack" in known else [])]:
             blocks |= read_layer(Path(path))["blocks"]
         if known["upper"] is not None:
             blocks |= read_layer(Path(known["upper"]["directory"]) / "upper.data")["blocks"]
@@ -270,7 +298,8 @@ class Daemon:
         data = Path(device["upper"]["directory"]) / "upper.data"
         if data.exists():
             return
-        parent = read_layer(Path(device["lowers"][-1]))["uuid"] if device["lowers"] else None
+        below = device.get("restack") or (device["lowers"][-1] if device["lowers"] else None)
+        parent = read_layer(Path(below))["uuid"] if below else None
         upper = {
             "uuid": name or str(uuid.uuid4()),
             "parent_uuid": parent,

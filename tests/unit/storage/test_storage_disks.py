@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -271,6 +272,22 @@ async def test_a_refused_capture_changes_nothing(world: World, code: str) -> Non
     assert read_blocks([layer.path]) == {"0": "first"}
 
 
+async def test_a_capture_that_found_no_room_after_the_switch_is_completed_by_the_next(world: World) -> None:
+    await world.create("one")
+    await world.write("one", 0, "first")
+    await ask(world.socket, "fake_full_after_switch")
+    with pytest.raises(InsufficientStorageError):
+        await world.disks.capture("one")
+    assert (world.home / "disks" / "one" / "captured-1").exists(), "it is the disk's data, and nowhere else"
+    await world.write("one", 1, "second")
+    layer = await world.disks.capture("one")
+    assert read_blocks([layer.path]) == {"1": "second"}
+    await world.check("one", {"0": "first", "1": "second"})
+    base, first, second = await world.disks.chain("one")
+    assert (base, second) == (world.base, layer)
+    assert read_blocks([first.path]) == {"0": "first"}
+
+
 @pytest.mark.parametrize("method", ["restack", "replace"])
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_a_daemon_that_dies_within_a_capture(world: World, method: str, when: str) -> None:
@@ -422,6 +439,20 @@ async def test_reconcile_keeps_removes_and_opens_again(world: World) -> None:
     await again.disks.close()
 
 
+async def test_a_note_of_the_daemon_that_is_damaged_is_made_again(world: World) -> None:
+    await world.create("one")
+    await world.write("one", 3, "x")
+    device = {"device": "one", "lowers": [], "upper": None, "virtual_size": 0, "read_only": True, "opens": 0}
+    pid = world.daemon.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    note = world.home / "blockd" / "devices" / "one.json"
+    note.write_text(json.dumps({**device, "exports": [], "error": "damaged"}))
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: '"lowers": ["' in note.read_text())
+    await world.check("one", {"0": "base", "1": "base", "3": "x"})
+
+
 async def test_a_damaged_note_is_an_event_and_does_not_stop_the_others(world: World) -> None:
     await world.create("good")
     await world.create("bad")
@@ -458,11 +489,17 @@ async def test_a_disk_that_does_not_come_back_is_an_event(world: World) -> None:
     await world.create("one")
     pid = world.daemon.pid
     assert pid is not None
+    content = world.home / "content"
+    content.write_bytes(world.base.path.read_bytes())
     world.base.path.unlink()
     os.kill(pid, signal.SIGKILL)
-    await eventually(lambda: any("the file is missing" in event.message for event in world.events))
+    await eventually(lambda: any("open of block device" in event.message for event in world.events))
     assert {(event.disk_id, event.kind) for event in world.events} == {("one", "failed")}
     assert any(str(world.base.path) in event.message for event in world.events)
+    # The layer is put back, the way the message says.
+    world.layers.import_file(content, owner="template:base")
+    assert await world.disks.reconcile(["one"]) == ["opened disk one again"]
+    await world.check("one", {"0": "base", "1": "base"})
     await world.disks.remove("one")
     assert await world.daemon.client.list() == ()
 
