@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError};
 use super::{Daemon, OpenDevice};
 use crate::device::StackDevice;
 use crate::error::{Error, Result};
-use crate::export::{kernel_nbd, ublk, Export, ExportRecord, Start, Stop};
+use crate::export::{kernel_nbd, remove_left, ublk, Export, ExportRecord, Start, Stop};
 use crate::state::{DeviceRecord, Durability};
 
 /// Attempts to find a kernel device that nobody else takes at the same moment.
@@ -54,22 +54,26 @@ impl Daemon {
     /// `NotFound`, `Io`.
     pub fn unexport(&self, name: &str, path: &Path) -> Result<()> {
         self.with_open(name, |record, open| {
-            let before = record.exports.len();
-            record.exports.retain(|export| export.path() != path);
-            if record.exports.len() == before {
+            let Some(known) = record
+                .exports
+                .iter()
+                .position(|export| export.path() == path)
+            else {
                 return Err(Error::NotFound(format!(
                     "{name} has no export at {}",
                     path.display()
                 )));
-            }
-            let mut result = Ok(());
-            if let Some(at) = open
+            };
+            let known = record.exports.swap_remove(known);
+            let result = if let Some(at) = open
                 .exports
                 .iter()
                 .position(|export| export.record().path() == path)
             {
-                result = open.exports.swap_remove(at).stop(Stop::Remove);
-            }
+                open.exports.swap_remove(at).stop(Stop::Remove)
+            } else {
+                remove_left(name, &known)
+            };
             self.state.save(record, Durability::Host)?;
             result
         })

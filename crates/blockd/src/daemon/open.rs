@@ -89,7 +89,6 @@ impl Daemon {
                     tracing::warn!(device = %name, %error, "closing an export");
                 }
             }
-            device.record.exports.clear();
             if !remove_upper {
                 open.flush(name)?;
             }
@@ -102,6 +101,9 @@ impl Daemon {
     pub(super) fn remove(&self, device: &mut Device) -> Result<()> {
         // Whatever is in use is released first.
         let upper = device.open.take().and_then(|open| open.upper);
+        for export in &device.record.exports {
+            crate::export::remove_left(&device.record.device, export)?;
+        }
         if let (true, Some(record)) = (device.record.removing, &device.record.upper) {
             if record.directory.exists() {
                 match upper {

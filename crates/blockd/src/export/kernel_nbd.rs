@@ -100,7 +100,7 @@ pub fn start(
     start: Start,
 ) -> Result<Box<dyn Export>> {
     let mut family = open_family()?;
-    let backend_name = format!("aenv:{}", target.device);
+    let backend_name = name_of(&target.device);
     let mut ours = Vec::new();
     let mut theirs = Vec::new();
     for _ in 0..connections.max(1) {
@@ -157,6 +157,25 @@ pub fn start(
         }
     }
     Ok(Box::new(export))
+}
+
+/// Remove what a daemon before us left of `/dev/nbd<number>`. That there is nothing, or somebody else's, is no error.
+///
+/// # Errors
+/// `Io`.
+pub fn remove_left(device: &str, number: u32) -> Result<()> {
+    if owner_of(number) != Some(name_of(device)) {
+        return Ok(());
+    }
+    // Requests that wait in it fail.
+    open_family()?
+        .disconnect(number)
+        .map_err(|error| Error::io(format!("cannot disconnect /dev/nbd{number}"), &error))
+}
+
+/// Tells our devices from others; the kernel keeps it.
+fn name_of(device: &str) -> String {
+    format!("aenv:{device}")
 }
 
 fn server_flags(target: &Target) -> u16 {

@@ -69,6 +69,18 @@ impl ExportRecord {
     }
 }
 
+/// Remove what a daemon before us left of an export that was not taken back. That there is nothing is no error.
+///
+/// # Errors
+/// When the kernel refuses.
+pub fn remove_left(device: &str, record: &ExportRecord) -> Result<()> {
+    match record {
+        ExportRecord::Nbd { .. } => Ok(()),
+        ExportRecord::Ublk { number, .. } => ublk::remove_left(device, *number),
+        ExportRecord::KernelNbd { number, .. } => kernel_nbd::remove_left(device, *number),
+    }
+}
+
 /// What every export gets from the daemon.
 #[derive(Clone)]
 pub struct Target {

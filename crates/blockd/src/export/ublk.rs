@@ -158,6 +158,28 @@ fn take_back(number: u32, identity: u64) -> Result<Option<UblkCtrl>> {
     Ok(Some(control))
 }
 
+/// Remove what a daemon before us left of `/dev/ublkb<number>`. That there is nothing, or somebody else's, is no error.
+///
+/// # Errors
+/// `Io`.
+pub fn remove_left(device: &str, number: u32) -> Result<()> {
+    if !device_exists(number) {
+        return Ok(());
+    }
+    let control = builder(number, 0)?
+        .dev_flags(UblkFlags::UBLK_DEV_F_RECOVER_DEV)
+        .build()
+        .map_err(|error| failed(number, "find", &error))?;
+    if control.dev_info().ublksrv_flags != identity_of(device) {
+        return Ok(());
+    }
+    // Requests that wait in it fail.
+    let stopped = checked(control.stop_dev());
+    stopped
+        .and(control.del_dev_async().map(|_| ()))
+        .map_err(|error| failed(number, "remove", &error))
+}
+
 fn launch(target: Target, control: UblkCtrl, number: u32) -> Result<Ublk> {
     let info = control.dev_info();
     let record = ExportRecord::Ublk {

@@ -11,6 +11,7 @@ use serde_json::{json, Value};
 
 use crate::daemon::{Daemon, ExportRequest, SealedLayer};
 use crate::error::{Error, Result};
+use crate::export::{kernel_nbd, ublk};
 use crate::state::{UpperMode, UpperRecord};
 
 /// A request, its parameters not looked at yet.
@@ -253,6 +254,10 @@ pub fn dispatch(daemon: &Daemon, request: &Request) -> Result<(Value, Outcome)> 
             let name = params.device.as_deref().map(device).transpose()?;
             json(&daemon.numbers(name)?)?
         }
+        "capabilities" => {
+            let Nothing {} = parse(params)?;
+            capabilities()
+        }
         "subscribe" => {
             let Nothing {} = parse(params)?;
             return Ok((json!({}), Outcome::Subscribe));
@@ -265,6 +270,23 @@ pub fn dispatch(daemon: &Daemon, request: &Request) -> Result<(Value, Outcome)> 
         other => return Err(Error::BadRequest(format!("there is no method {other:?}"))),
     };
     Ok((result, Outcome::Answer))
+}
+
+/// Which kinds of export this host can make, and why not the others.
+fn capabilities() -> Value {
+    let kinds = [
+        ("ublk", ublk::check_host()),
+        ("kernel_nbd", kernel_nbd::check_host()),
+    ];
+    let reasons: serde_json::Map<_, _> = kinds
+        .iter()
+        .filter_map(|(kind, result)| {
+            let error = result.as_ref().err()?;
+            Some(((*kind).into(), error.to_string().into()))
+        })
+        .collect();
+    let [(_, ublk), (_, kernel_nbd)] = &kinds;
+    json!({"ublk": ublk.is_ok(), "kernel_nbd": kernel_nbd.is_ok(), "reasons": reasons})
 }
 
 fn parse<T: DeserializeOwned>(params: &Value) -> Result<T> {
