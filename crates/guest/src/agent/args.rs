@@ -28,6 +28,10 @@ pub struct Args {
     pub run_dir: PathBuf,
     /// Where `hostname`, `hosts`, `machine-id` and certificates are written.
     pub etc_dir: PathBuf,
+    /// Where programs of the guest learn that a new life has begun.
+    pub generation_file: PathBuf,
+    /// The interface that leads out of the machine. Without one the connections of a former life stay.
+    pub uplink: Option<String>,
 }
 
 impl Args {
@@ -41,6 +45,8 @@ impl Args {
             cgroup: None,
             run_dir: "/run/e2b".into(),
             etc_dir: "/etc".into(),
+            generation_file: "/run/aenv/generation".into(),
+            uplink: None,
         };
         let mut words = words;
         while let Some(word) = words.next() {
@@ -69,6 +75,8 @@ impl Args {
                 "--cgroup" => args.cgroup = Some(value.into()),
                 "--run-dir" => args.run_dir = value.into(),
                 "--etc-dir" => args.etc_dir = value.into(),
+                "--generation-file" => args.generation_file = value.into(),
+                "--uplink" => args.uplink = Some(value),
                 _ => return Err(format!("unknown flag {flag}")),
             }
         }

@@ -16,9 +16,12 @@ use nix::{
 
 use crate::init::HOSTS_MARK;
 
-/// The clock is set when it is behind by more than this, or ahead by more than the other.
+/// The clock is set when it is behind by more than this, or ahead by more than one of the others.
 const MAX_BEHIND: Duration = Duration::from_millis(50);
+/// In the course of a life the clock goes back for gross errors only: what looks ahead may be a slow request.
 const MAX_AHEAD: Duration = Duration::from_secs(5);
+/// Of a new life, whose clock the host then looks at (500 ms are promised).
+const MAX_AHEAD_AT_BIRTH: Duration = Duration::from_millis(400);
 /// Names of the file in `/run/e2b` for each variable are the variable with this in front.
 const FACT_PREFIX: &str = ".";
 /// Where distributions keep the certificates that they trust, below `/etc`.
@@ -31,19 +34,24 @@ const SECTION_BEGIN: &str = "# begin: certificates of the sandbox\n";
 const SECTION_END: &str = "# end: certificates of the sandbox\n";
 
 /// Sets the wall clock to `target` (since the epoch) if it is off by more than the bounds. Returns whether it was.
-pub fn set_clock(target: Duration) -> io::Result<bool> {
+pub fn set_clock(target: Duration, new_life: bool) -> io::Result<bool> {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
-    if !is_off(now, target) {
+    if !is_off(now, target, new_life) {
         return Ok(false);
     }
     clock_settime(ClockId::CLOCK_REALTIME, TimeSpec::from_duration(target))?;
     Ok(true)
 }
 
-fn is_off(now: Duration, target: Duration) -> bool {
-    target.saturating_sub(now) > MAX_BEHIND || now.saturating_sub(target) > MAX_AHEAD
+fn is_off(now: Duration, target: Duration, new_life: bool) -> bool {
+    let max_ahead = if new_life {
+        MAX_AHEAD_AT_BIRTH
+    } else {
+        MAX_AHEAD
+    };
+    target.saturating_sub(now) > MAX_BEHIND || now.saturating_sub(target) > max_ahead
 }
 
 /// Feeds `bytes` to the kernel's random pool, credits them, and reseeds its generators, so that what two copies of one
@@ -202,13 +210,17 @@ mod tests {
     #[test]
     fn the_clock_is_set_only_beyond_its_bounds() {
         let now = Duration::from_secs(1_000_000);
-        for (target, off) in [
-            (now + Duration::from_millis(50), false),
-            (now + Duration::from_millis(51), true),
-            (now - Duration::from_secs(5), false),
-            (now - Duration::from_millis(5001), true),
+        let ms = Duration::from_millis;
+        for (target, new_life, off) in [
+            (now + ms(50), false, false),
+            (now + ms(51), false, true),
+            (now - ms(5000), false, false),
+            (now - ms(5001), false, true),
+            (now + ms(51), true, true),
+            (now - ms(400), true, false),
+            (now - ms(401), true, true),
         ] {
-            assert_eq!(is_off(now, target), off, "{target:?}");
+            assert_eq!(is_off(now, target, new_life), off, "{target:?} {new_life}");
         }
     }
 

@@ -1,6 +1,12 @@
 //! `POST /init`: the host tells the agent whose sandbox it is in now. Called after every start, resume and fork.
 
-use std::{collections::BTreeMap, io, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    io,
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
 
 use axum::{
     body::Body,
@@ -15,9 +21,10 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::{
-    auth::TOKEN_HEADER,
+    auth::{Peer, TOKEN_HEADER},
+    connections,
     error::HttpError,
-    guest, log,
+    generation, guest, log,
     state::{save, secrets_equal, AgentState, Settings},
     volumes::{VolumeError, VolumeMount},
     VERSION,
@@ -48,22 +55,32 @@ struct InitRequest {
     entropy: Option<String>,
 }
 
-/// Applies the request: 204 when done or when a younger one was applied before, 400 for what makes no sense, 401 for the
-/// wrong token, 503 while another one is being applied, 500 when the guest refuses a change.
+/// The guest's wall clock at the moment of the answer, in nanoseconds of unix time.
+const CLOCK_HEADER: &str = "x-aenv-clock";
+
+/// Applies the request: 204 when done or when a younger one of this life was applied before, 400 for what makes no sense,
+/// 401 for the wrong token, 503 while another one is being applied, 500 when the guest refuses a change, which the
+/// message names; then the sandbox must not be used.
+///
+/// Another `lifecycleID` or `sandboxId` than before begins a new life of this memory: what it shares with its former
+/// life, and with other copies, ends (see [`Plan::execute`]).
 ///
 /// Once a token is set a request must know it: in its body, or in `X-Access-Token`, in which case the body may bring
 /// a new one (a fork gets a new token).
 pub async fn handler(State(state): State<Arc<AgentState>>, request: Request) -> Response {
-    match apply(state, request).await {
-        Ok(()) => (StatusCode::NO_CONTENT, [("x-envd-version", VERSION)]).into_response(),
-        Err(error) => {
-            let mut response = error.into_response();
-            response
-                .headers_mut()
-                .insert("x-envd-version", http::HeaderValue::from_static(VERSION));
-            response
-        }
+    let mut response = match apply(state, request).await {
+        Ok(()) => StatusCode::NO_CONTENT.into_response(),
+        Err(error) => error.into_response(),
+    };
+    let headers = response.headers_mut();
+    headers.insert("x-envd-version", http::HeaderValue::from_static(VERSION));
+    let clock = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    if let Ok(clock) = u64::try_from(clock.as_nanos()) {
+        headers.insert(CLOCK_HEADER, clock.into());
     }
+    response
 }
 
 async fn apply(state: Arc<AgentState>, request: Request) -> Result<(), HttpError> {
@@ -72,7 +89,9 @@ async fn apply(state: Arc<AgentState>, request: Request) -> Result<(), HttpError
         .headers
         .get(TOKEN_HEADER)
         .map(|value| value.as_bytes().to_vec());
+    let peer = parts.extensions.get::<Peer>().map(|Peer(peer)| *peer);
     let request = read(body).await?;
+    let received = Instant::now();
     check_token(&state, &request, header.as_deref())?;
     let guard = Arc::clone(&state.initializing)
         .try_lock_owned()
@@ -84,8 +103,8 @@ async fn apply(state: Arc<AgentState>, request: Request) -> Result<(), HttpError
         })?;
     // Detached from the connection: a host that gives up must not leave half of it done.
     let applied = tokio::task::spawn_blocking(move || {
-        let result =
-            Plan::new(&state.settings(), request)?.map_or(Ok(()), |plan| plan.execute(&state));
+        let result = Plan::new(&state.settings(), request)?
+            .map_or(Ok(()), |plan| plan.execute(&state, received, peer));
         drop(guard);
         result
     });
@@ -144,14 +163,24 @@ struct Plan {
     time: Option<Duration>,
     entropy: Option<Vec<u8>>,
     new_sandbox: bool,
+    new_life: bool,
+    /// This memory has lived before: it was not booted just now.
+    lived_before: bool,
 }
 
 impl Plan {
-    /// `None` for a request older than the last one that was applied.
+    /// `None` for a request older than the last one that was applied in the same life. Times of different lives prove
+    /// nothing: this one may be on a host whose clock is behind.
     fn new(before: &Settings, request: InitRequest) -> Result<Option<Self>, HttpError> {
         let time = request.timestamp.as_ref().map(since_epoch).transpose()?;
         let nanos = time.and_then(|time| i64::try_from(time.as_nanos()).ok());
-        if matches!((nanos, before.timestamp), (Some(now), Some(last)) if now < last) {
+        let differs = |new: &Option<String>, old: &Option<String>| {
+            new.as_ref().is_some_and(|new| !new.is_empty()) && new != old
+        };
+        let new_sandbox = differs(&request.sandbox_id, &before.sandbox_id);
+        let new_life = new_sandbox || differs(&request.lifecycle_id, &before.lifecycle_id);
+        let is_older = matches!((nanos, before.timestamp), (Some(now), Some(last)) if now < last);
+        if is_older && !new_life {
             return Ok(None);
         }
         let entropy = request
@@ -175,6 +204,13 @@ impl Plan {
             .filter(|name| !guest::is_hostname(name))
         {
             return Err(bad(format!("'{name}' cannot be a hostname")));
+        }
+        if let Some(life) = request
+            .lifecycle_id
+            .as_ref()
+            .filter(|life| !life.is_empty() && !generation::is_life(life))
+        {
+            return Err(bad(format!("'{life}' cannot be a lifecycleID")));
         }
         let bad_name = |name: &&String| name.is_empty() || name.contains(['=', '\0']);
         if let Some(name) = request
@@ -217,7 +253,9 @@ impl Plan {
         }
         settings.timestamp = nanos.or(before.timestamp);
         Ok(Some(Self {
-            new_sandbox: settings.sandbox_id != before.sandbox_id,
+            new_sandbox,
+            new_life,
+            lived_before: before.sandbox_id.is_some() || before.lifecycle_id.is_some(),
             settings,
             request,
             time,
@@ -226,10 +264,22 @@ impl Plan {
     }
 
     /// Makes the changes; the settings come last, so that a request that failed can be repeated.
-    fn execute(self, state: &AgentState) -> Result<(), HttpError> {
+    ///
+    /// A new life gets the time, entropy and names, and loses the connections of the former one; a new sandbox also gets a machine
+    /// id. Programs are told when all of it is done.
+    fn execute(
+        self,
+        state: &AgentState,
+        received: Instant,
+        peer: Option<SocketAddr>,
+    ) -> Result<(), HttpError> {
         let (etc, run) = (&state.args.etc_dir, &state.args.run_dir);
         if let Some(time) = self.time {
-            if guest::set_clock(time).map_err(|error| failed("set the clock", &error))? {
+            // The request may have waited for a thread.
+            let now = time + received.elapsed();
+            if guest::set_clock(now, self.new_life)
+                .map_err(|error| failed("set the clock", &error))?
+            {
                 log::info("the clock was set", json!({}));
             }
         }
@@ -242,6 +292,15 @@ impl Plan {
         }
         if let Some(name) = &self.request.hostname {
             guest::set_hostname(name, etc).map_err(|error| failed("set the hostname", &error))?;
+        }
+        if let (true, true, Some(uplink), Some(peer)) =
+            (self.new_life, self.lived_before, &state.args.uplink, peer)
+        {
+            let closed = connections::close_stale(uplink, peer)
+                .map_err(|error| failed("close the connections of the former life", &error))?;
+            if closed > 0 {
+                log::info("stale connections were closed", json!({"count": closed}));
+            }
         }
         if let Some(bundle) = self
             .request
@@ -275,6 +334,11 @@ impl Plan {
         );
         guest::write_facts(run, &facts)
             .map_err(|error| failed("write the sandbox's facts", &error))?;
+        if self.new_life {
+            let life = self.settings.lifecycle_id.as_deref();
+            generation::announce(&state.args.generation_file, life)
+                .map_err(|error| failed("write the generation file", &error))?;
+        }
         save(&state.args.state_file, &self.settings)
             .map_err(|error| failed("keep the settings", &error))?;
         state.replace(self.settings);
@@ -342,6 +406,20 @@ mod tests {
         assert!(at("2026-01-02T03:04:05Z"));
         assert!(!at("2026-01-02T04:04:04+01:00"));
         assert!(plan(&before, "{}").unwrap().is_some());
+        let old = |life: &str, sandbox: &str| {
+            let before = Settings {
+                lifecycle_id: Some("1".into()),
+                sandbox_id: Some("a".into()),
+                ..before.clone()
+            };
+            let body = json!({"timestamp": "2020-01-01T00:00:00Z", "lifecycleID": life, "sandboxId": sandbox});
+            plan(&before, &body.to_string()).unwrap().is_some()
+        };
+        assert!(!old("1", "a") && !old("", "a"));
+        assert!(
+            old("2", "a") && old("1", "b"),
+            "a new life is never ignored"
+        );
     }
 
     #[test]
@@ -349,6 +427,7 @@ mod tests {
         for body in [
             r#"{"entropy":"%%"}"#,
             r#"{"hostname":"a b"}"#,
+            r#"{"lifecycleID":"a b"}"#,
             r#"{"envVars":{"A=B":""}}"#,
             r#"{"envVars":{"A":"\u0000"}}"#,
             r#"{"timestamp":"1960-01-01T00:00:00Z"}"#,

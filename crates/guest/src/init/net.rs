@@ -15,7 +15,8 @@ use super::{
     device::Events,
 };
 
-const INTERFACE: &str = "eth0";
+/// The interface that leads out of the machine.
+pub const INTERFACE: &str = "eth0";
 const INTERFACE_DEADLINE: Duration = Duration::from_secs(20);
 
 pub fn loopback_up() -> Result<()> {

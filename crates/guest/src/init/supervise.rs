@@ -30,6 +30,7 @@ use super::{
     button::PowerButton,
     cmdline::{BootConfig, PowerOffCall},
     log,
+    net::INTERFACE,
     power::{self, Ending},
 };
 
@@ -287,6 +288,7 @@ fn agent_arguments(gateway: Option<Ipv4Addr>) -> Vec<CString> {
     if let Some(gateway) = gateway {
         words.extend(["--private-peer".to_owned(), gateway.to_string()]);
         words.extend(["--ready".to_owned(), format!("{gateway}:{READY_PORT}")]);
+        words.extend(["--uplink".to_owned(), INTERFACE.to_owned()]);
     }
     words
         .into_iter()
@@ -398,12 +400,14 @@ mod tests {
         assert!(!alone.iter().any(|word| word == "--private-peer"));
         let with = words(Some(Ipv4Addr::new(169, 254, 0, 22)));
         assert_eq!(
-            with[with.len() - 4..],
+            with[with.len() - 6..],
             [
                 "--private-peer",
                 "169.254.0.22",
                 "--ready",
-                "169.254.0.22:49980"
+                "169.254.0.22:49980",
+                "--uplink",
+                "eth0"
             ]
         );
     }

@@ -33,6 +33,8 @@ impl Agent {
             .arg(dir.path())
             .arg("--etc-dir")
             .arg(dir.path())
+            .arg("--generation-file")
+            .arg(dir.path().join("generation"))
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();

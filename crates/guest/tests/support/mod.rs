@@ -25,6 +25,9 @@ use serde_json::{json, Value};
 use tempfile::TempDir;
 use tokio::net::TcpStream;
 
+pub const CAP_SYS_ADMIN: u8 = 21;
+pub const CAP_SYS_TIME: u8 = 25;
+
 pub type Body = UnsyncBoxBody<Bytes, std::convert::Infallible>;
 
 /// A running agent; dropping it kills it.
@@ -43,8 +46,13 @@ impl Agent {
         Self::start_in(tempfile::tempdir().unwrap(), extra)
     }
 
-    /// Starts an agent whose state, facts and `/etc` are in `dir`, with a host name of its own.
+    /// Starts an agent whose state, facts and `/etc` are in `dir`, with a host name of its own. It cannot set the clock.
     pub fn start_in(dir: TempDir, extra: &[&str]) -> Self {
+        Self::start_without(&[], dir, extra)
+    }
+
+    /// Like `start_in`, without the named capabilities (numbers of capabilities(7)).
+    pub fn start_without(capabilities: &[u8], dir: TempDir, extra: &[&str]) -> Self {
         let path = |name: &str| dir.path().join(name).into_os_string();
         let mut command = Command::new(env!("CARGO_BIN_EXE_aenv-guest"));
         command
@@ -55,14 +63,27 @@ impl Agent {
             .arg(path("run"))
             .arg("--etc-dir")
             .arg(path("etc"))
+            .arg("--generation-file")
+            .arg(path("generation"))
             .args(extra)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped());
         std::fs::create_dir_all(path("etc")).unwrap();
-        // SAFETY: one system call.
+        let mut dropped = capabilities.to_vec();
+        dropped.push(CAP_SYS_TIME);
+        // SAFETY: system calls without memory of ours.
         unsafe {
-            command.pre_exec(|| Ok(nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWUTS)?));
+            command.pre_exec(move || {
+                nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWUTS)?;
+                for capability in &dropped {
+                    let number = libc::c_ulong::from(*capability);
+                    if libc::prctl(libc::PR_CAPBSET_DROP, number, 0, 0, 0) == -1 {
+                        return Err(std::io::Error::last_os_error());
+                    }
+                }
+                Ok(())
+            });
         }
         let mut child = command.spawn().unwrap();
         let mut log = BufReader::new(child.stderr.take().unwrap());
