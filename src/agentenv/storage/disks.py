@@ -25,6 +25,7 @@ from agentenv.storage.disk_records import DiskRecord, DiskRecords
 from agentenv.storage.disk_stacks import OWNER_PREFIX, SOCKET_NAME, DiskStacks
 from agentenv.storage.layers import LayerStore, StoredLayer
 from agentenv.vmm.base import Disk, DiskFormat
+from agentenv.vmm.process import finish_in_thread
 
 log = structlog.get_logger(__name__)
 
@@ -353,7 +354,8 @@ class DiskStore:
             await self._garbage.wait()
             self._garbage.clear()
             try:
-                report = await asyncio.to_thread(self._layers.collect_garbage)
+                # `close` returns when it is over: the store is closed after that.
+                report = await finish_in_thread(self._layers.collect_garbage, lambda _: None)
             except AgentEnvError as error:
                 log.warning("garbage_not_collected", error=error.message)
             else:
