@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Mode, OFlags, CWD};
+use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, CWD};
 use rustix::io::Errno;
 
 use crate::digest::{hash_file, BackgroundDigest, PIECE_BYTES};
@@ -109,8 +109,15 @@ impl<'a> Output<'a> {
         };
         self.file.sync_all()?;
         self.cancel.check()?;
+        let directory = File::open(directory_of(&self.path))?;
         self.name()?;
-        File::open(directory_of(&self.path))?.sync_all()?;
+        if let Err(error) = directory.sync_all() {
+            if !self.options.replace {
+                // The error that is told is the one that matters.
+                let _ = fs::remove_file(&self.path);
+            }
+            return Err(error);
+        }
         Ok(Published { digest, size })
     }
 
@@ -129,9 +136,7 @@ impl<'a> Output<'a> {
         if self.options.replace {
             fs::rename(&temporary, &self.path)?;
         } else {
-            // Unlike a rename, a link never takes the place of what has come meanwhile.
-            fs::hard_link(&temporary, &self.path)?;
-            fs::remove_file(&temporary)?;
+            rename_without_replacing(&temporary, &self.path)?;
         }
         self.temporary = None;
         Ok(())
@@ -225,4 +230,15 @@ fn open_unnamed(path: &Path, mode: u32) -> io::Result<(File, Option<PathBuf>)> {
 fn link_unnamed(file: &File, path: &Path) -> io::Result<()> {
     let unnamed = format!("/proc/self/fd/{}", file.as_raw_fd());
     rustix::fs::linkat(CWD, unnamed, CWD, path, AtFlags::SYMLINK_FOLLOW).map_err(io::Error::from)
+}
+
+/// A plain rename would take the place of what has come meanwhile.
+fn rename_without_replacing(from: &Path, to: &Path) -> io::Result<()> {
+    match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        Err(Errno::INVAL | Errno::NOSYS) => {
+            fs::hard_link(from, to)?;
+            fs::remove_file(from)
+        }
+        other => other.map_err(io::Error::from),
+    }
 }
