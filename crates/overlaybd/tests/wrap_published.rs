@@ -20,7 +20,10 @@ use wrap_support::{sha256, u32_at, u64_at};
 const VARIABLE: &str = "AENV_OVERLAYBD_BLOBS";
 const BLOB: &str = "022231c3f1af70e0cc42f0c3781eabf174cff608210585bf93fc83e16d33672d";
 const BASE: &str = "ext4_64";
-const TESTS: [(&str, fn(&Path)); 2] = [
+/// Name and body, which gets the directory.
+type Test = (&'static str, fn(&Path));
+
+const TESTS: [Test; 2] = [
     ("published_blob", published_blob),
     ("published_base", published_base),
 ];

@@ -199,9 +199,10 @@ fn what_is_no_archive_is_left_alone() {
 #[test]
 fn an_unfinished_archive_is_none() {
     let mut sink = Cursor::new(Vec::new());
-    let mut writer = tar::Writer::new(&mut sink).expect("writer");
-    writer.write_all(&[7; 3000]).expect("write");
-    drop(writer);
+    {
+        let mut writer = tar::Writer::new(&mut sink).expect("writer");
+        writer.write_all(&[7; 3000]).expect("write");
+    }
     let bytes = sink.into_inner();
     assert_eq!(&bytes[1024..1037], b"overlaybd.new");
     assert_eq!(&bytes[1024 + 257..1024 + 265], b"xxtar\0xx");

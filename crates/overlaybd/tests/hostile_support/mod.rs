@@ -3,7 +3,9 @@
 #![allow(dead_code)] // Each test binary uses another part.
 
 pub mod allocations;
+pub mod corpus;
 pub mod layers;
+pub mod mutation;
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
