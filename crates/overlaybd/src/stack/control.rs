@@ -4,7 +4,7 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::{Lowers, Restacked, Stack, State, MAX_LAYERS};
-use crate::layer::Layer;
+use crate::layer::{Layer, MAX_WRITTEN_RECORDS};
 use crate::record::SECTOR;
 use crate::upper::Upper;
 use crate::{Error, Result};
@@ -102,6 +102,7 @@ impl Stack {
                 "a stack has at most {MAX_LAYERS} sealed layers"
             )));
         }
+        self.defragment(&old, upper, MAX_WRITTEN_RECORDS)?;
         // Now, while others write, so that little is left to be synced when the layer is complete.
         upper.flush()?;
         let mut lost = self.lost.write().unwrap_or_else(PoisonError::into_inner);

@@ -2,6 +2,7 @@
 //! how the device is exported, nor name or delete files.
 
 mod control;
+mod defragment;
 mod lowers;
 mod view;
 

@@ -158,6 +158,25 @@ impl Map {
         })
     }
 
+    /// The first two or more runs from `lba` on, with gaps of at most `gap` sectors between them, that span at most
+    /// `longest` sectors: the first of these sectors and their number.
+    pub(super) fn fragments(&self, lba: u64, gap: u64, longest: u64) -> Option<(u64, u64)> {
+        let mut group: Option<(u64, u64, usize)> = None;
+        for (&first, run) in self.runs.range(lba..) {
+            let end = first + u64::from(run.length);
+            group = match group {
+                Some((start, last, runs)) if first - last <= gap && end - start <= longest => {
+                    Some((start, end, runs + 1))
+                }
+                Some((start, last, runs)) if runs > 1 => return Some((start, last - start)),
+                _ => Some((first, end, 1)),
+            };
+        }
+        group
+            .filter(|(_, _, runs)| *runs > 1)
+            .map(|(start, last, _)| (start, last - start))
+    }
+
     /// All runs as records for an index in whose layer the data ends at sector `data_end`.
     pub(super) fn records(&self, data_end: u64) -> Vec<Packed> {
         self.runs

@@ -237,6 +237,11 @@ impl Upper {
         })
     }
 
+    /// See [`Map::fragments`].
+    pub(crate) fn fragments(&self, lba: u64, gap: u64, longest: u64) -> Option<(u64, u64)> {
+        self.with_map(|map| map.fragments(lba, gap, longest))
+    }
+
     /// Change the size, in the files first. Synced.
     pub(crate) fn resize(&self, virtual_size: u64) -> Result<()> {
         check_size(virtual_size)?;

@@ -37,6 +37,15 @@ impl Upper {
         }
     }
 
+    /// Write what is there already to one new place, so that it becomes one run. The old places are not given back:
+    /// someone may be reading them.
+    pub(crate) fn write_again(&self, lba: u64, data: &[u8]) -> Result<()> {
+        match self.mode {
+            Mode::Append | Mode::Hybrid => self.append(lba, data),
+            Mode::Sparse => self.write(lba, data),
+        }
+    }
+
     /// Make whole sectors read as zeros, whatever lies below.
     pub(crate) fn zero(&self, lba: u64, sectors: u64) -> Result<()> {
         let mut replaced = Vec::new();
