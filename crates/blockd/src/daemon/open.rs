@@ -79,7 +79,12 @@ impl Daemon {
         if remove_upper {
             // From here on a killed daemon goes on with removing.
             device.record.removing = true;
-            self.state.save(&device.record, Durability::Host)?;
+            match self.state.save(&device.record, Durability::Host) {
+                // Removing is what makes room. If this daemon is killed before it is done, the next one finds a device
+                // whose upper is missing, and it can be closed then.
+                Err(Error::NoSpace(_)) => {}
+                result => result?,
+            }
         } else if let Some(open) = device.open.as_mut() {
             self.finish_restack(name, &mut device.record, open)?;
         }
