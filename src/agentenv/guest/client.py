@@ -9,19 +9,28 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
+import structlog
 
 from agentenv.errors import GuestAgentError
 from agentenv.guest.base import AgentInfo, AgentMetrics, GuestIdentity
+
+log = structlog.get_logger(__name__)
 
 AGENT_PORT = 49983
 _ENTROPY_BYTES = 64
 """Twice what the kernel's generator holds (256 bits)."""
 _LARGEST_ANSWER = 64 * 1024
+_CLOCK_HEADER = "X-Aenv-Clock"
+"""Unix time of the guest when it answered, in nanoseconds."""
+_CLOCK_ERROR_S = 0.5
+"""What the clock of a guest may be off after `init`."""
+_CLOCK_TRIES = 3
 _QUICK = aiohttp.ClientTimeout(total=4)
 """Less than the sampling period, so that a slow guest misses one sample and not two."""
 _INIT = aiohttp.ClientTimeout(total=60, connect=10)
@@ -68,7 +77,11 @@ class GuestAgent:
         await self._call("GET", "/health", _QUICK)
 
     async def init(self, identity: GuestIdentity) -> AgentInfo:
-        """Give the guest its identity, fresh entropy and the time of day, and learn the agent's version."""
+        """Give the guest its identity, fresh entropy and the time of day, and learn the agent's version.
+
+        Another life than the last makes a copy a machine of its own (names, machine id, connections, generation file).
+        When a step of that fails, the error names it, and the guest must not be used.
+        """
         body: dict[str, Any] = {
             "sandboxId": identity.sandbox_id,
             "templateId": identity.template_id,
@@ -81,13 +94,37 @@ class GuestAgent:
         }
         if identity.default_workdir is not None:
             body["defaultWorkdir"] = identity.default_workdir
-        # Last, so that the clock that the guest sets is as fresh as can be.
-        body["timestamp"] = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        headers, _ = await self._call("POST", "/init", _INIT, body)
+        headers, error = await self._init(body)
         version = headers.get("X-Envd-Version")
         if not version:
             raise GuestAgentError(f"the agent at {self._origin} did not tell its version")
+        await self._settle_clock(identity.access_token, error)
         return AgentInfo(version)
+
+    async def _init(self, body: dict[str, Any]) -> tuple[Mapping[str, str], tuple[float, float]]:
+        """Make the request with the time of day; return headers, and what its clock is off at least and at most, s."""
+        sent = time.time()
+        # Last, so that the clock that the guest sets is as fresh as can be.
+        body["timestamp"] = datetime.fromtimestamp(sent, UTC).isoformat().replace("+00:00", "Z")
+        headers, _ = await self._call("POST", "/init", _INIT, body)
+        received = time.time()
+        try:
+            told = int(headers[_CLOCK_HEADER]) / 1e9
+        except (KeyError, ValueError):  # an agent of a snapshot from before this header
+            return headers, (0, 0)
+        return headers, (told - received, told - sent)
+
+    async def _settle_clock(self, access_token: str, error: tuple[float, float]) -> None:
+        """A slow answer leaves open whether the time that it brought was still right; then it is brought again."""
+        for _ in range(_CLOCK_TRIES):
+            if error[0] >= -_CLOCK_ERROR_S and error[1] <= _CLOCK_ERROR_S:
+                return
+            _, error = await self._init({"accessToken": access_token})
+        if error[0] > _CLOCK_ERROR_S or error[1] < -_CLOCK_ERROR_S:
+            raise GuestAgentError(
+                f"the clock of the guest at {self._origin} is off by {min(error, key=abs):+.1f} s although it was set"
+            )
+        log.warning("guest_clock_uncertain", agent=self._origin, least_s=error[0], most_s=error[1])
 
     async def metrics(self) -> AgentMetrics:
         """Read the guest's use of CPU, memory and disk."""

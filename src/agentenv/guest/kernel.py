@@ -55,11 +55,12 @@ BOOT_MODULES: tuple[str, ...] = (
     "virtio-rng",
     "button",
     "evdev",
+    "tcp_diag",
 )
-"""What must be loaded before the root disk, the network and the power button are there. What they depend on is found in
-the modules themselves."""
+"""What must be loaded before the root disk, the network and the power button are there, and for closing connections
+when a saved guest lives again. What they depend on is found in the modules themselves."""
 
-OPTIONAL_MODULES = frozenset({"crc32c_generic", "virtio-rng", "button", "evdev"})
+OPTIONAL_MODULES = frozenset({"crc32c_generic", "virtio-rng", "button", "evdev", "tcp_diag"})
 """Boot modules that a kernel may lack."""
 
 _ELF_MAGIC = b"\x7fELF"

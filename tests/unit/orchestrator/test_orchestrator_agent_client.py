@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -83,6 +84,50 @@ async def test_init_tells_everything_and_learns_the_version() -> None:
         "defaultUser": "user",
         "lifecycleID": "3",
     }
+
+
+class Guest:
+    """A guest whose clock is off by some seconds until it is set, and whose first answers take their time."""
+
+    def __init__(self, off_s: float, slow_answers: int = 0, obedient: bool = True) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self._off_s = off_s
+        self._slow_answers = slow_answers
+        self._obedient = obedient
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        stamp = datetime.fromisoformat(body["timestamp"]).timestamp()
+        if self._slow_answers:
+            self._slow_answers -= 1
+            await asyncio.sleep(client._CLOCK_ERROR_S + 0.1)
+        if self._obedient:
+            self._off_s = stamp - time.time()
+        clock = int((time.time() + self._off_s) * 1e9)
+        return web.Response(status=204, headers={"X-Envd-Version": "0.6.7", "X-Aenv-Clock": str(clock)})
+
+
+async def test_a_clock_that_was_set_late_is_set_again() -> None:
+    quick, slow = Guest(off_s=-1000), Guest(off_s=-1000, slow_answers=2)
+    async with agent_that(quick.answer) as agent:
+        await agent.init(IDENTITY)
+    assert len(quick.bodies) == 1
+    async with agent_that(slow.answer) as agent:
+        assert (await agent.init(IDENTITY)).version == "0.6.7"
+    first, *again = slow.bodies
+    assert len(again) == 2 and all(body.keys() == {"accessToken", "timestamp"} for body in again)
+    assert [first["timestamp"], *(body["timestamp"] for body in again)] == sorted(
+        body["timestamp"] for body in slow.bodies
+    )
+
+
+@pytest.mark.parametrize("off_s", [-30.0, 30.0])
+async def test_a_clock_that_cannot_be_set_is_an_error(off_s: float) -> None:
+    guest = Guest(off_s, obedient=False)
+    async with agent_that(guest.answer) as agent:
+        with pytest.raises(GuestAgentError, match=r"the clock of the guest at \S+ is off by [+-]\d+\.\d s"):
+            await agent.init(IDENTITY)
 
 
 async def test_metrics_and_health_use_a_connection_each() -> None:

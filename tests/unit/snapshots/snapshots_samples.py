@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -94,7 +95,7 @@ class Node:
         self.snapshots = LocalSnapshots(self.directory, self.layers, budget_mib=budget_mib)
 
     def add_layer(self, content: bytes, owner: str) -> LayerReference:
-        path = self.home / hashlib.sha256(content).hexdigest()
+        path = self.home / secrets.token_hex(8)
         path.write_bytes(content)
         stored = self.layers.import_file(path, owner=owner)
         return LayerReference(stored.digest, stored.size)
