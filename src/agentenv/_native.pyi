@@ -171,6 +171,7 @@ def pack_memory(
     *,
     uuid: str | None = None,
     page: int = 4096,
+    dense_after: int = 500_000,
     replace: bool = False,
     cancellation: Cancellation | None = None,
 ) -> WrittenLayer:
@@ -182,6 +183,8 @@ def pack_memory(
         image: file that nobody writes to meanwhile; its size must not be smaller than the stack's.
         parents: bottom first; empty: everything that is not zero is stored.
         page: unit of comparison, a power of two from 4 KiB to 256 KiB.
+        dense_after: after so many runs of pages, unchanged pages between two runs are stored too, so that the layer
+            stays below the million records that other implementations read.
     """
 
 def unpack(

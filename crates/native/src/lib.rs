@@ -21,10 +21,14 @@ use std::path::{Path, PathBuf};
 use failure::{About, Failure, LayerError, Outcome};
 use interruptible::Cancellation;
 use layers::{Form, Made};
+use memory::Packing;
 use overlaybd::zfile::Algorithm;
 use overlaybd::Uuid;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+
+/// Half of the records that other implementations accept.
+const DENSE_AFTER: u64 = 500_000;
 
 /// See the module's contract.
 #[derive(IntoPyObject)]
@@ -202,7 +206,7 @@ fn commit(
 }
 
 #[pyfunction]
-#[pyo3(signature = (image, parents, out, *, uuid = None, page = 4096, replace = false, cancellation = None))]
+#[pyo3(signature = (image, parents, out, *, uuid = None, page = 4096, dense_after = DENSE_AFTER, replace = false, cancellation = None))]
 #[allow(clippy::too_many_arguments)] // they are Python's, by name
 fn pack_memory(
     py: Python<'_>,
@@ -211,13 +215,20 @@ fn pack_memory(
     out: PathBuf,
     uuid: Option<&str>,
     page: u64,
+    dense_after: u64,
     replace: bool,
     cancellation: Option<Bound<'_, Cancellation>>,
 ) -> PyResult<WrittenLayer> {
     let until = cancellation.as_ref().map(Bound::get);
     let uuid = uuid_of(uuid).map_err(|failure| failure.raise(py))?;
+    let packing = Packing {
+        uuid,
+        page,
+        dense_after,
+        replace,
+    };
     let made = interruptible::run_until(py, until, |cancel| {
-        memory::pack(&image, &parents, &out, uuid, page, replace, cancel)
+        memory::pack(&image, &parents, &out, &packing, cancel)
     })?;
     Ok(made.into())
 }

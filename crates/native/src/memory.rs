@@ -16,7 +16,7 @@ use crate::interruptible::Cancel;
 use crate::layers::Made;
 use crate::open;
 use crate::output::{Options, Output};
-use crate::pages::{self, Change, Comparison, WINDOW};
+use crate::pages::{self, Change, Comparison, Differences, Run, WINDOW};
 use crate::pipeline;
 
 /// Memory holds secrets: its files are for their owner alone.
@@ -24,37 +24,44 @@ const MODE: u32 = 0o600;
 /// Zeros within data that are not worth a hole of their own.
 const HOLE: usize = 4096;
 
+/// What `pack_memory` of the module is told.
+pub struct Packing {
+    pub uuid: Option<Uuid>,
+    pub page: u64,
+    /// Runs after which short gaps between runs are stored as well.
+    pub dense_after: u64,
+    pub replace: bool,
+}
+
 /// See `pack_memory` of the module.
 pub fn pack(
     image: &Path,
     parents: &[PathBuf],
     out: &Path,
-    uuid: Option<Uuid>,
-    page: u64,
-    replace: bool,
+    packing: &Packing,
     cancel: &Arc<Cancel>,
 ) -> Outcome<Made> {
-    let comparison = Comparison::open(image, parents, page, cancel)?;
+    let comparison = Comparison::open(image, parents, packing.page, cancel)?;
     let parent_uuid = comparison.parent_uuid();
     let options = CommitOptions {
-        uuid: Some(uuid.unwrap_or_else(Uuid::new_v4)),
+        uuid: Some(packing.uuid.unwrap_or_else(Uuid::new_v4)),
         parent_uuid,
         user_tag: Vec::new(),
         virtual_size: Some(comparison.size().next_multiple_of(512)),
         keep_zeroes: comparison.has_stack(),
     };
-    let mut output = Output::create(
-        out,
-        Options {
-            replace,
-            mode: MODE,
-            digest: true,
-        },
-        cancel,
-    )?;
+    let output_options = Options {
+        replace: packing.replace,
+        mode: MODE,
+        digest: true,
+    };
+    let mut output = Output::create(out, output_options, cancel)?;
     let mut writer = LayerWriter::new(&mut output, options).about(out)?;
+    let mut count = 0;
     comparison.run(|differences| {
-        for run in &differences.runs {
+        let gap = stored_gap(count, packing.dense_after);
+        for run in joined(differences, gap) {
+            count += 1;
             let offset = differences.offset + run.range.start as u64;
             match run.change {
                 Change::Data => writer.write(offset, &differences.image[run.range.clone()]),
@@ -70,6 +77,38 @@ pub fn pack(
         parent_uuid,
         published: output.publish()?,
     })
+}
+
+/// How many unchanged bytes between two runs are stored to save a record: other implementations refuse layers of more
+/// than a million. None at first; in the end windows are stored as a whole, whose records fuse.
+fn stored_gap(runs: u64, dense_after: u64) -> usize {
+    match runs {
+        runs if runs < dense_after => 0,
+        runs if runs < dense_after + dense_after / 4 => 64 * 1024,
+        _ => WINDOW as usize,
+    }
+}
+
+/// The runs of a window, those that are no more than `gap` bytes apart as one run of data.
+fn joined(differences: &Differences, gap: usize) -> Vec<Run> {
+    let runs = &differences.runs;
+    if gap >= WINDOW as usize && !runs.is_empty() {
+        return vec![Run {
+            range: 0..differences.length,
+            change: Change::Data,
+        }];
+    }
+    let mut joined: Vec<Run> = Vec::with_capacity(runs.len());
+    for run in runs {
+        match joined.last_mut() {
+            Some(last) if gap > 0 && run.range.start - last.range.end <= gap => {
+                last.range.end = run.range.end;
+                last.change = Change::Data;
+            }
+            _ => joined.push(run.clone()),
+        }
+    }
+    joined
 }
 
 /// See `compare` of the module.

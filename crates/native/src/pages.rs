@@ -27,6 +27,7 @@ pub enum Change {
 }
 
 /// A run of pages within a window.
+#[derive(Clone)]
 pub struct Run {
     /// Bytes within the window.
     pub range: Range<usize>,
@@ -37,9 +38,11 @@ pub struct Run {
 pub struct Differences {
     /// Where the window begins in the image, in bytes.
     pub offset: u64,
+    /// Its bytes, fewer at the end of the image.
+    pub length: usize,
     /// In order; neighbours of one kind are one run.
     pub runs: Vec<Run>,
-    /// The window's bytes of the image; meaningless when no run holds data.
+    /// The window's bytes of the image, unchanged ones too.
     pub image: Vec<u8>,
 }
 
@@ -186,6 +189,7 @@ impl<'a> Comparison<'a> {
         }
         Ok(Differences {
             offset,
+            length,
             runs,
             image,
         })

@@ -113,6 +113,21 @@ def test_a_chain_of_generations_gives_back_every_image(
     assert (made["records"], made["data_bytes"]) == (0, 0)
 
 
+@pytest.mark.parametrize(("dense_after", "most_records"), [(2048, 2048), (1024, 1100), (40, 70), (1, 34)])
+def test_scattered_changes_do_not_exceed_the_index(tmp_path: Path, dense_after: int, most_records: int) -> None:
+    """Every other page changes: 64 runs per window. Beyond the limit, unchanged pages fill the gaps."""
+    size = 4096 * PAGE + 512
+    image = tmp_path / "image"
+    image.write_bytes(b"\1" * size)
+    _native.pack_memory(image, [], tmp_path / "base")
+    write_image(image, dict.fromkeys(range(0, 4096, 2), b"\2" * PAGE), size)
+    made = _native.pack_memory(image, [tmp_path / "base"], tmp_path / "layer", dense_after=dense_after)
+    assert made["records"] <= most_records
+    stack = [tmp_path / "base", tmp_path / "layer"]
+    assert _native.read(stack, 0, size) == image.read_bytes()
+    assert _native.compare(image, stack) == []
+
+
 @settings(max_examples=40, deadline=None)
 @given(generations(), st.sampled_from([4096, 8192, 65536, 262144]))
 def test_pages_of_other_sizes(
