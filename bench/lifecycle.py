@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import statistics
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from agentenv.config import Settings, load_settings
+from agentenv.config import MIB, load_settings
 from agentenv.guest.assets import load_assets
 from agentenv.guest.kernel import KERNEL_ARGUMENTS
 from agentenv.network.base import GUEST_MAC, TAP_NAME
 from agentenv.network.pool import SlotPool
 from agentenv.orchestrator.launch import guest_network
-from agentenv.storage.disks import DiskStore
 from agentenv.templates.store import TemplateStore
 from agentenv.vmm.base import MachineConfig, NetworkInterface
 from agentenv.vmm.probe import choose_vmm
-from harness.server import RunningServer
+from harness.server import RunningServer, new_home
+from harness.storage import storage_of
 from support.agent import run_command
 from support.report import percentiles, write_section
 
@@ -34,23 +36,27 @@ from support.report import percentiles, write_section
 class RawBoots:
     """Boots of the template with the rooms below the orchestrator alone: slot, disk, VMM, until the agent listens."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, home: Path) -> None:
+        self._settings = settings = load_settings().model_copy(update={"home": home})
         self._assets = load_assets(settings)
-        self._slots = SlotPool(settings.network, settings.home / "raw")
+        self._slots = SlotPool(settings.network, home)
+        self._stack = AsyncExitStack()
         self._count = 0
 
     async def __aenter__(self) -> RawBoots:
-        (self._settings.home / "raw").mkdir()
-        self._template = await TemplateStore(self._settings.paths, self._settings).resolve("base")
-        self._vmm = await choose_vmm(self._settings, self._assets.kernel)
-        self._disks = DiskStore(self._vmm.disk_formats)
+        settings = self._settings
+        settings.paths.sandboxes.mkdir()
+        storage = await self._stack.enter_async_context(storage_of(settings.home))
+        self._disks = storage.disks
+        self._template = await TemplateStore(settings.paths, settings, storage.layers).resolve("base")
+        self._vmm = await choose_vmm(settings, self._assets.kernel)
+        self._stack.push_async_callback(self._vmm.close)
+        self._stack.push_async_callback(self._slots.close)
         await self._slots.start(())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._slots.close()
-        await self._vmm.close()
+        await self._stack.aclose()
 
     @property
     def description(self) -> str:
@@ -60,10 +66,11 @@ class RawBoots:
         """One boot from disk to a listening agent, seconds."""
         self._count += 1
         name = f"raw{self._count}"
-        directory = self._settings.home / "raw" / name
-        directory.mkdir()
+        directory = self._settings.paths.sandbox(name)
+        directory.mkdir(mode=0o700)
+        self._vmm.prepare_directory(name, directory)
         begun = time.perf_counter()
-        disk = await self._disks.create(self._template.rootfs, directory)
+        disk = await self._disks.create(name, self._template.layers, self._template.disk_mib * MIB, directory)
         slot = await self._slots.acquire()
         machine = await self._vmm.boot(
             MachineConfig(
@@ -82,15 +89,15 @@ class RawBoots:
         await self._slots.wait_ready(slot)
         took = time.perf_counter() - begun
         await machine.kill()
+        await self._disks.remove(name)
         await self._slots.release(slot)
         return took
 
 
-async def measure(server: RunningServer, rounds: int) -> None:
-    settings = load_settings().model_copy(update={"home": server.home})
+async def measure(server: RunningServer, raw_home: Path, rounds: int) -> None:
     raw, create, first_exec, kill = [], [], [], []
     key = {"X-API-KEY": server.api_key}
-    async with RawBoots(settings) as boots, aiohttp.ClientSession() as session:
+    async with RawBoots(raw_home) as boots, aiohttp.ClientSession() as session:
         for _ in range(rounds):
             raw.append(await boots.boot())
             begun = time.perf_counter()
@@ -134,8 +141,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
-    with RunningServer() as server:
-        asyncio.run(measure(server, arguments.rounds))
+    raw_home = new_home()
+    try:
+        with RunningServer() as server:
+            asyncio.run(measure(server, raw_home, arguments.rounds))
+    finally:
+        shutil.rmtree(raw_home, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,13 @@ class NetworkSettings(_Section):
     """MTU inside guests; not above that of the host's way out."""
 
 
+class StorageSettings(_Section):
+    """Layers and disks."""
+
+    max_chain_depth: int = Field(default=16, ge=2, le=255)
+    """Layers that a disk may consist of before they are merged in the background."""
+
+
 class Settings(BaseSettings):
     """All settings of a node. Make it with `load_settings`, which applies the precedence and words the errors."""
 
@@ -129,6 +136,7 @@ class Settings(BaseSettings):
     vmm: VmmSettings = VmmSettings()
     kernel: KernelSettings = KernelSettings()
     network: NetworkSettings = NetworkSettings()
+    storage: StorageSettings = StorageSettings()
 
     @classmethod
     def settings_customise_sources(
@@ -158,12 +166,20 @@ class HomePaths:
         self.assets = home / "assets"
         self.templates = home / "templates"
         self.sandboxes = home / "sandboxes"
+        self.layers = home / "layers"
+        """The layer store."""
+        self.disks = home / "disks"
+        """The writable layers of disks. On the file system of `layers`: they become layers by a rename."""
+        self.blockd = home / "blockd"
+        """State of the block daemon."""
         self.run = home / "run"
+        self.blockd_socket = self.run / "blockd.sock"
+        self.blockd_log = self.run / "blockd.log"
         self.listening = self.run / "listening"
         """Holds the URL of the running server, for the command line."""
 
     def sandbox(self, sandbox_id: str) -> Path:
-        """Directory of one sandbox: disk, VMM files, logs."""
+        """Directory of one sandbox: socket of its disk, VMM files, logs."""
         return self.sandboxes / sandbox_id
 
     def template(self, name: str) -> Path:

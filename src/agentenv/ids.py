@@ -23,6 +23,11 @@ def new_sandbox_id() -> str:
     return "i" + "".join(secrets.choice(_ID_ALPHABET) for _ in range(19))
 
 
+def is_sandbox_id(text: str) -> bool:
+    """Whether a text is a sandbox id in its canonical form."""
+    return _SANDBOX_ID.fullmatch(text) is not None
+
+
 def parse_sandbox_id(text: str) -> str:
     """Return the canonical sandbox id of what a client sent.
 

@@ -186,3 +186,4 @@ def test_doctor(server: RunningServer) -> None:
     assert report["ok"] is True
     names = {finding["name"] for finding in report["findings"]}
     assert {"root", "qemu", "nft", "virtualization", "guest assets", "base template"} <= names
+    assert {"block daemon", "block devices", "layer store"} <= names

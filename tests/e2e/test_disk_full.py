@@ -11,23 +11,28 @@ import pytest
 from e2b import NotEnoughSpaceException, Sandbox, TimeoutException
 
 from harness.server import BUILT_HOME, RunningServer
+from harness.storage import share_built
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
 
 
 @pytest.fixture
 def small_home(tmp_path: Path) -> Iterator[Path]:
-    home = tmp_path / "home"
+    """A home on a file system of its own, which holds a copy of the base layer and 256 MiB more."""
+    home, image = tmp_path / "home", tmp_path / "image"
     home.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(home)], check=True)
+    layers = sum(path.stat().st_size for path in (BUILT_HOME / "layers" / "sha256").iterdir())
+    with image.open("wb") as file:
+        file.truncate(layers + (layers >> 5) + (256 << 20))
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(home)], check=True)
     try:
-        for name in ("assets", "templates"):
-            (home / name).symlink_to(BUILT_HOME / name)
+        share_built(BUILT_HOME, home)
         (home / "config.toml").write_text("[sandbox]\nmin_free_disk_mib = 128\n")
         yield home
     finally:
-        shutil.rmtree(home, ignore_errors=True)
         subprocess.run(["umount", str(home)], check=True)
+        image.unlink()
 
 
 def test_full_node_refuses_and_recovers(small_home: Path) -> None:
@@ -35,7 +40,8 @@ def test_full_node_refuses_and_recovers(small_home: Path) -> None:
         options = {"api_url": server.url, "sandbox_url": server.url, "api_key": server.api_key}
         running = Sandbox.create(timeout=600, **options)
         ballast = small_home / "ballast"
-        subprocess.run(["fallocate", "-l", "150m", str(ballast)], check=True)
+        free = shutil.disk_usage(small_home).free
+        subprocess.run(["fallocate", "-l", str(free - (100 << 20)), str(ballast)], check=True)
 
         status, body, headers = server.api("POST", "/v2/sandboxes", {"templateID": "base"})
         assert (status, body["code"]) == (507, 507)
@@ -64,6 +70,8 @@ def test_full_node_refuses_and_recovers(small_home: Path) -> None:
         ballast.unlink()
         (small_home / "more").unlink()
         assert writer.wait().stdout == running.commands.run("md5sum < data").stdout
+        logs = server.api("GET", f"/sandboxes/{running.sandbox_id}/logs")[1]["logs"]
+        assert [entry for entry in logs if "file system is full" in entry["line"]], logs
         second = Sandbox.create(timeout=600, **options)
         assert second.commands.run("echo recovered").stdout == "recovered\n"
         assert running.is_running() is True

@@ -30,9 +30,10 @@ from agentenv.guest.kernel import KERNEL_ARGUMENTS
 from agentenv.network.base import GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, GUEST_PREFIX, TAP_NAME, Slot
 from agentenv.network.pool import SlotPool
 from agentenv.orchestrator.orphans import HostOrphans
-from agentenv.vmm.base import Disk, GuestNetwork, Machine, MachineConfig, MachineExit, NetworkInterface
+from agentenv.vmm.base import GuestNetwork, Machine, MachineConfig, MachineExit, NetworkInterface
 from agentenv.vmm.probe import choose_vmm
 from harness.server import new_home
+from harness.storage import Storage, storage_of
 
 pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 
@@ -74,10 +75,9 @@ class Outcome:
 class Guest:
     """One machine with its slot, and a client of its agent that adds nothing of its own."""
 
-    def __init__(self, name: str, lab: GuestLab, slot: Slot, machine: Machine, disk: Path) -> None:
+    def __init__(self, name: str, lab: GuestLab, slot: Slot, machine: Machine) -> None:
         self.name = name
         self.machine = machine
-        self.disk = disk
         self.slot = slot
         self._lab = lab
         self._origin = f"http://{slot.address}:{AGENT_PORT}"
@@ -158,8 +158,9 @@ class Guest:
 class GuestLab:
     """The rooms below the orchestrator on a home of their own."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, storage: Storage) -> None:
         self.home = home
+        self.storage = storage
         self.settings = load_settings().model_copy(update={"home": home})
         self.assets = load_assets(self.settings)
         self.slots = SlotPool(self.settings.network.model_copy(update={"warm_slots": 0}), home)
@@ -183,9 +184,12 @@ class GuestLab:
         await HostOrphans(self.home / "sandboxes", self.vmm.memory_dir).reap([])
         shutil.rmtree(self.vmm.memory_dir, ignore_errors=True)
 
-    def config(self, name: str, *disks: Disk, slot: Slot | None = None) -> MachineConfig:
+    async def config(self, name: str, image: Path | None, slot: Slot | None = None) -> MachineConfig:
+        """A machine whose disk begins as a copy of the image."""
         directory = self.home / "sandboxes" / name
-        directory.mkdir(mode=0o700, exist_ok=True)
+        directory.mkdir(mode=0o700)
+        self.vmm.prepare_directory(name, directory)
+        disks = () if image is None else (await self.storage.disk(name, image, directory),)
         interface = None
         if slot is not None:
             interface = NetworkInterface(namespace=slot.namespace_path, tap=TAP_NAME, mac=GUEST_MAC)
@@ -207,21 +211,21 @@ class GuestLab:
             extra_arguments=KERNEL_ARGUMENTS,
         )
 
-    def disk(self, name: str, tree: Path) -> Path:
+    def image(self, name: str, tree: Path) -> Path:
         """A raw ext4 that holds a directory tree, owned by root."""
         path = self.home / f"{name}.ext4"
         command = ["mke2fs", "-q", "-t", "ext4", "-E", "root_owner=0:0", "-d", str(tree), str(path), "64M"]
         subprocess.run(command, check=True)
         return path
 
-    async def boot(self, name: str, disk: Path) -> Guest:
+    async def boot(self, name: str, image: Path) -> Guest:
         slot = await self.slots.acquire()
         try:
-            machine = await self.vmm.boot(self.config(name, Disk(disk), slot=slot))
+            machine = await self.vmm.boot(await self.config(name, image, slot))
         except BaseException:
             await self.slots.release(slot)
             raise
-        guest = Guest(name, self, slot, machine, disk)
+        guest = Guest(name, self, slot, machine)
         self._guests.append(guest)
         await guest.listening()
         return guest
@@ -231,7 +235,7 @@ class GuestLab:
 async def lab() -> AsyncIterator[GuestLab]:
     home = new_home()
     try:
-        async with GuestLab(home) as made:
+        async with storage_of(home) as storage, GuestLab(home, storage) as made:
             yield made
     finally:
         shutil.rmtree(home, ignore_errors=True)
@@ -250,7 +254,7 @@ async def small(lab: GuestLab, tmp_path_factory: pytest.TempPathFactory) -> Gues
         (tree / "bin" / applet).symlink_to("busybox")
     (tree / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\n")
     (tree / "etc/resolv.conf").symlink_to("../run/systemd/resolve/stub-resolv.conf")
-    guest = await lab.boot("small", lab.disk("small", tree))
+    guest = await lab.boot("small", lab.image("small", tree))
     await guest.initialize("small")
     return guest
 
@@ -260,7 +264,7 @@ async def test_an_almost_empty_root_runs_an_uploaded_static_program(lab: GuestLa
     tree = tmp_path / "tree"
     tree.mkdir()
     (tree / "program").touch(0o755)
-    guest = await lab.boot("empty", lab.disk("empty", tree))
+    guest = await lab.boot("empty", lab.image("empty", tree))
     assert (await guest.request("GET", "/health"))[0] == 204
     await guest.initialize("renamed")
 
@@ -331,7 +335,7 @@ async def test_a_killed_agent_comes_back_as_it_was(lab: GuestLab, small: Guest) 
     assert (await small.shell("cat /proc/self/cgroup")).startswith("0::/user/")
 
 
-async def test_the_power_button_ends_it_cleanly(small: Guest) -> None:
+async def test_the_power_button_ends_it_cleanly(lab: GuestLab, small: Guest, tmp_path: Path) -> None:
     """The last test of this guest. What was written just before is on the disk, though a process refuses to end."""
     await small.shell("echo kept > /root/written; (trap '' TERM; while true; do sleep 100; done) > /dev/null 2>&1 &")
     # TERM, two seconds later KILL; the emulated guest gets many times that.
@@ -340,13 +344,14 @@ async def test_the_power_button_ends_it_cleanly(small: Guest) -> None:
     assert ended.exit_code == 0
     assert "Power down" in ended.reason
 
-    code, header = output_of("dumpe2fs", "-h", small.disk)
+    disk = await lab.storage.content("small", tmp_path / "disk")
+    code, header = output_of("dumpe2fs", "-h", disk)
     assert code == 0, header
     assert re.search(r"^Filesystem state: +clean$", header, re.MULTILINE), header
     assert "needs_recovery" not in header
-    code, report = output_of("e2fsck", "-fn", small.disk)
+    code, report = output_of("e2fsck", "-fn", disk)
     assert code == 0, report
-    assert output_of("debugfs", "-R", "cat /root/written", small.disk) == (0, "kept\n")
+    assert output_of("debugfs", "-R", "cat /root/written", disk) == (0, "kept\n")
 
 
 async def test_a_machine_without_a_root_says_so(lab: GuestLab) -> None:
@@ -355,15 +360,15 @@ async def test_a_machine_without_a_root_says_so(lab: GuestLab) -> None:
     with blank.open("wb") as file:
         file.truncate(8 << 20)
 
-    async def end_of(config: MachineConfig) -> MachineExit:
-        machine = await lab.vmm.boot(config)
+    async def end_of(name: str, image: Path | None) -> MachineExit:
+        machine = await lab.vmm.boot(await lab.config(name, image))
         try:
             async with asyncio.timeout(DEADLINE_S * 2):
                 return await machine.wait()
         finally:
             await machine.kill()
 
-    none, unusable = await asyncio.gather(end_of(lab.config("none")), end_of(lab.config("blank", Disk(blank))))
+    none, unusable = await asyncio.gather(end_of("none", None), end_of("blank", blank))
     assert none.exit_code == unusable.exit_code == 0
     assert "the root disk /dev/vda did not appear" in none.reason
     assert "mounting /dev/vda as ext4" in unusable.reason

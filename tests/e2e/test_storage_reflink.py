@@ -1,4 +1,4 @@
-"""Disks on file systems that can reflink, and on one that is really full: mounted from a file, so this needs root."""
+"""The layer store on file systems that can reflink, and on one that is really full: mounted from a file, as root."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from agentenv.errors import InsufficientStorageError
-from agentenv.storage.file_disks import DiskStore, free_bytes
-from agentenv.vmm.base import DiskFormat
+from agentenv.storage.images import create_layer_from_raw
+from agentenv.storage.layers import LayerStore
 
 pytestmark = pytest.mark.root
 
@@ -38,51 +39,46 @@ def mounted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         subprocess.run(["umount", mount], check=True)
 
 
-def write_template(mount: Path, data_bytes: int) -> Path:
-    template = mount / "template.raw"
-    with template.open("wb") as file:
+def write_layer(mount: Path, data_bytes: int) -> Path:
+    raw, layer = mount / "raw", mount / "layer"
+    with raw.open("wb") as file:
         file.write(os.urandom(data_bytes))
-        file.truncate(data_bytes + 16 * MIB)
-        os.fsync(file.fileno())
-    return template
+    create_layer_from_raw(raw, layer)
+    raw.unlink()
+    return layer
 
 
-def make_directory(mount: Path, name: str) -> Path:
-    directory = mount / name
-    directory.mkdir()
-    return directory
+def free_bytes(mount: Path) -> int:
+    os.sync()
+    return shutil.disk_usage(mount).free
 
 
 @pytest.mark.parametrize("mounted", ["btrfs", "xfs"], indirect=True)
-async def test_a_reflink_costs_nothing_and_is_independent(mounted: Path) -> None:
-    template = write_template(mounted, 32 * MIB)
-    store = DiskStore(frozenset(DiskFormat))
-    before = free_bytes(mounted)
-    made = [await store.create(template, make_directory(mounted, f"sandbox{number}")) for number in range(10)]
-    os.sync()
-    assert before - free_bytes(mounted) < 8 * MIB, "ten disks of 32 MiB were copied"
-    assert {(disk.format, disk.path.name) for disk in made} == {(DiskFormat.RAW, "disk.raw")}
-    content = template.read_bytes()
-    with made[0].path.open("r+b") as file:
-        file.write(b"changed")
-    assert template.read_bytes() == content
-    assert made[1].path.read_bytes() == content
-    assert made[0].path.read_bytes() == b"changed" + content[7:]
-    await store.remove(made[0].path.parent)
-    assert list(made[0].path.parent.iterdir()) == []
+def test_a_layer_that_its_owner_keeps_costs_nothing_and_is_independent(mounted: Path) -> None:
+    layer = write_layer(mounted, 64 * MIB)
+    content = layer.read_bytes()
+    with closing(LayerStore(mounted / "layers")) as store:
+        before = free_bytes(mounted)
+        stored = store.import_file(layer, owner="test", move=False)
+        assert before - free_bytes(mounted) < 8 * MIB, "the layer was copied"
+        layer.chmod(0o600)
+        with layer.open("r+b") as file:
+            file.write(b"changed")
+        assert stored.path.read_bytes() == content
+        store.verify(stored.digest)
 
 
 @pytest.mark.parametrize("mounted", ["ext4"], indirect=True)
-async def test_a_file_system_that_is_full(mounted: Path) -> None:
-    template = write_template(mounted, 24 * MIB)
-    directory = make_directory(mounted, "sandbox")
-    ballast = mounted / "ballast"
-    with ballast.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free_bytes(mounted) - 8 * MIB)
-    store = DiskStore(frozenset({DiskFormat.RAW}))
-    with pytest.raises(InsufficientStorageError, match="no space left"):
-        await store.create(template, directory)
-    assert list(directory.iterdir()) == []
-    ballast.unlink()
-    disk = await store.create(template, directory)
-    assert disk.path.read_bytes() == template.read_bytes()
+def test_a_file_system_that_is_full(mounted: Path) -> None:
+    layer = write_layer(mounted, 16 * MIB)
+    with closing(LayerStore(mounted / "layers")) as store:
+        ballast = mounted / "ballast"
+        with ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free_bytes(mounted) - 8 * MIB)
+        with pytest.raises(InsufficientStorageError):
+            store.import_file(layer, owner="test", move=False)
+        assert store.list() == ()
+        assert [path for path in (mounted / "layers").rglob("*") if path.is_file() and path.stat().st_size > MIB] == []
+        ballast.unlink()
+        stored = store.import_file(layer, owner="test", move=False)
+        assert stored.path.read_bytes() == layer.read_bytes()

@@ -1,9 +1,11 @@
-"""What a server left on the host: processes, namespaces, links, memory files. Empty when all was given back."""
+"""What a server left on the host: processes, namespaces, links, memory files, disks. Empty when all was given back."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+
+from harness.storage import daemons_of
 
 CLAIMS = Path("/run/aenv/slots")
 
@@ -27,9 +29,10 @@ def leftovers_of(home: Path) -> list[str]:
                     found.append(f"namespace aenv-{claim.name}")
         except OSError:
             continue
-    sandboxes = home / "sandboxes"
-    names = [path.name for path in sandboxes.iterdir()] if sandboxes.is_dir() else []
-    found += [f"directory {name}" for name in names]
+    found += [f"block daemon {pid}" for pid in daemons_of(home)]
+    for kind, directory in (("directory", "sandboxes"), ("disk", "disks"), ("device", "blockd/devices")):
+        found += [f"{kind} {path.name}" for path in (home / directory).glob("*")]
+    found += [f"socket {path.name}" for path in (home / "run").glob("*.sock")]
     found += [f"memory file {memory}" for memory in memory_directory_of(home).glob("*")]
     return found
 

@@ -18,6 +18,8 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
+from harness.storage import daemons_of, share_built
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 AENV = REPOSITORY / ".venv" / "bin" / "aenv"
 
@@ -33,10 +35,9 @@ BUILT_HOME = _built_home()
 
 
 def new_home(config: str = "") -> Path:
-    """A fresh home that shares the built assets and templates through links."""
+    """A fresh home that shares the built assets and the base template."""
     home = Path(tempfile.mkdtemp(prefix="aenv-test-"))
-    for name in ("assets", "templates"):
-        (home / name).symlink_to(BUILT_HOME / name)
+    share_built(BUILT_HOME, home)
     if config:
         (home / "config.toml").write_text(config)
     return home
@@ -135,7 +136,7 @@ class RunningServer:
                     self._process.wait(timeout=60)
                 except subprocess.TimeoutExpired:
                     self.kill()
-            if self._process is not None and any((self.home / "sandboxes").glob("*")):
+            if self._process is not None and (any((self.home / "sandboxes").glob("*")) or daemons_of(self.home)):
                 drained = subprocess.Popen(
                     [str(AENV), "serve", "--listen", "127.0.0.1:0", "--drain"],
                     env=self.environment,
@@ -150,6 +151,8 @@ class RunningServer:
         finally:
             if self._process is not None and self._process.stdout is not None:
                 self._process.stdout.close()
+            for pid in daemons_of(self.home):
+                os.kill(pid, signal.SIGKILL)
             if os.environ.get("AENV_TEST_KEEP"):
                 sys.stderr.write(f"kept {self.home}\n")
             else:

@@ -12,7 +12,7 @@ from agentenv.cli.connection import CommandError
 from agentenv.config import load_settings
 from agentenv.errors import AgentEnvError
 
-app = typer.Typer(no_args_is_help=True, help="Kernel, initramfs and base template.")
+app = typer.Typer(no_args_is_help=True, help="Guest kernel, initramfs, block daemon and base template.")
 
 
 @app.command()
@@ -20,16 +20,17 @@ def build(
     guest_binary: Annotated[
         Path | None, typer.Option("--guest-binary", help="The aenv-guest program; default: what make setup built.")
     ] = None,
+    blockd_binary: Annotated[
+        Path | None, typer.Option("--blockd-binary", help="The aenv-blockd program; default: what make setup built.")
+    ] = None,
 ) -> None:
     """Make the kernel, the initramfs and the base template; what is up to date is left alone."""
-    from agentenv.cli.provision import find_guest_binary, provision  # heavy imports only where needed
+    from agentenv.cli.provision import Programs, provision  # heavy imports only where needed
 
-    binary = guest_binary or find_guest_binary()
-    if binary is None or not binary.is_file():
-        raise CommandError(f"{binary or 'the aenv-guest program'} does not exist; build it with `make setup`")
     try:
+        programs = Programs.find(guest=guest_binary, blockd=blockd_binary)
         settings = load_settings()
-        assets = provision(settings, binary)
+        assets = provision(settings, programs)
     except AgentEnvError as error:
         raise CommandError(str(error)) from error
     sys.stdout.write(f"kernel {assets.kernel_version}, template base, in {settings.home}\n")

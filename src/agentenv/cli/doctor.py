@@ -70,6 +70,7 @@ async def examine(settings: Settings) -> list[Finding]:
     findings += await asyncio.to_thread(lambda: list(_network(settings)))
     findings += await _virtualization(settings)
     findings += _assets(settings)
+    findings += await asyncio.to_thread(lambda: list(_storage(settings)))
     return findings
 
 
@@ -152,9 +153,17 @@ def _assets(settings: Settings) -> Iterator[Finding]:
     try:
         assets = load_assets(settings)
         yield Finding("guest assets", "ok", f"kernel {assets.kernel_version}")
+        yield Finding("block daemon", "ok", str(assets.blockd))
     except AgentEnvError as error:
         yield Finding("guest assets", "fail", str(error), "make setup")
     base = settings.paths.template("base") / "template.json"
     yield Finding(
         "base template", "ok" if base.is_file() else "fail", str(base.parent), None if base.is_file() else "make setup"
     )
+
+
+def _storage(settings: Settings) -> Iterator[Finding]:
+    from agentenv.storage.checks import check_exports, check_layers
+
+    for check in (check_exports(), check_layers(settings.paths.layers)):
+        yield Finding(check.name, check.level, check.detail, check.mend or None)

@@ -37,7 +37,9 @@ from agentenv.orchestrator.lock import ServerLock
 from agentenv.orchestrator.orchestrator import Orchestrator
 from agentenv.orchestrator.orphans import HostOrphans
 from agentenv.proxy.app import SandboxProxy
-from agentenv.storage.file_disks import DiskStore
+from agentenv.storage.daemon import BlockDaemonProcess
+from agentenv.storage.disks import DiskStore
+from agentenv.storage.layers import LayerStore
 from agentenv.templates.store import TemplateStore
 from agentenv.vmm.host import filesystem_is_tmpfs
 from agentenv.vmm.memory import choose_memory_dir
@@ -157,6 +159,7 @@ async def _assemble(
 ) -> Ingress:
     """Make and start all rooms; the stack closes them, upper ones first, also when a later one does not start."""
     assets = load_assets(settings)
+    disks, layers = await _storage(stack, settings, assets.blockd)
     vmm = await choose_vmm(settings, assets.kernel)
     stack.push_async_callback(vmm.close)
     agents = GuestAgents()
@@ -164,12 +167,12 @@ async def _assemble(
     memory_dir = choose_memory_dir(settings)
     slots = SlotPool(settings.network, settings.home)
     stack.push_async_callback(slots.close)
-    templates = TemplateStore(settings.paths, settings)
+    templates = TemplateStore(settings.paths, settings, layers)
     orchestrator = Orchestrator(
         settings,
         vmm=vmm,
         slots=slots,
-        disks=DiskStore(vmm.disk_formats),
+        disks=disks,
         templates=templates,
         assets=assets,
         agents=agents,
@@ -184,6 +187,20 @@ async def _assemble(
     port = listener.getsockname()[1]
     domain = settings.api.advertise_domain or f"{settings.api.domain}:{port}"
     return Ingress(proxy, create_app(orchestrator, templates, settings, api_key, domain=domain))
+
+
+async def _storage(stack: AsyncExitStack, settings: Settings, blockd: Path) -> tuple[DiskStore, LayerStore]:
+    """The block daemon, taken over or started, and what is built on it. It goes on after us while it has disks."""
+    paths = settings.paths
+    layers = LayerStore(paths.layers)
+    stack.callback(layers.close)
+    daemon = BlockDaemonProcess(blockd, state=paths.blockd, socket=paths.blockd_socket, log_file=paths.blockd_log)
+    await daemon.start()
+    stack.push_async_callback(daemon.close)
+    disks = DiskStore(daemon, layers, paths.disks, max_chain_depth=settings.storage.max_chain_depth)
+    await disks.start()
+    stack.push_async_callback(disks.close)
+    return disks, layers
 
 
 def _raise_file_limit() -> None:

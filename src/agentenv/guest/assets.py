@@ -1,4 +1,4 @@
-"""Guest assets of a node: kernel, its boot modules, and the initramfs, below `$AENV_HOME/assets`.
+"""Assets of a node: guest kernel, its boot modules, initramfs, and the block daemon, below `$AENV_HOME/assets`.
 
 `build_assets` makes what changed, `load_assets` finds what is there. Files have their content in their names and are
 never written again, so a running server keeps using what it loaded.
@@ -28,14 +28,14 @@ from agentenv.guest.rootfs import Progress
 MANIFEST = "assets.json"
 _LAYOUT = 1
 """Raised when the content of the initramfs or of the kernel directory changes for the same inputs."""
-_KEPT = {"initramfs-*": 3, "vmlinux-*": 2}
-"""How many files of a kind stay, the newest first: a running server may boot from an older one."""
+_KEPT = {"initramfs-*": 3, "vmlinux-*": 2, "aenv-blockd-*": 3}
+"""How many files of a kind stay, the newest first: a running server may use an older one."""
 _MEND = "run `make setup`"
 
 
 @dataclass(frozen=True, slots=True)
 class GuestAssets:
-    """What every guest boots from."""
+    """What every guest boots from, and the program that serves its disk."""
 
     kernel: Path
     """ELF `vmlinux`."""
@@ -44,6 +44,8 @@ class GuestAssets:
     initramfs: Path
     guest_version: str
     """What `aenv-guest --version` says."""
+    blockd: Path
+    """The block daemon's program."""
 
 
 def load_assets(settings: Settings) -> GuestAssets:
@@ -62,8 +64,13 @@ def load_assets(settings: Settings) -> GuestAssets:
             kernel_version=manifest["kernel"]["version"],
             initramfs=directory / manifest["initramfs"]["file"],
             guest_version=manifest["initramfs"]["guest_version"],
+            blockd=directory / manifest["blockd"]["file"],
         )
-        sizes = ((assets.kernel, manifest["kernel"]["size"]), (assets.initramfs, manifest["initramfs"]["size"]))
+        sizes = (
+            (assets.kernel, manifest["kernel"]["size"]),
+            (assets.initramfs, manifest["initramfs"]["size"]),
+            (assets.blockd, manifest["blockd"]["size"]),
+        )
     except (KeyError, TypeError) as error:
         raise AssetError(f"{directory / MANIFEST} is of another version: {_MEND}") from error
     for path, size in sizes:
@@ -74,7 +81,18 @@ def load_assets(settings: Settings) -> GuestAssets:
     return assets
 
 
-def build_assets(settings: Settings, guest_binary: Path, progress: Progress) -> GuestAssets:
+def assets_are_current(directory: Path) -> bool:
+    """Whether assets were ever made there, in the form of this version. Damage is not looked for: see `load_assets`."""
+    try:
+        content = json.loads((directory / MANIFEST).read_text())
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True
+    return not isinstance(content, dict) or "blockd" in content
+
+
+def build_assets(settings: Settings, guest_binary: Path, blockd_binary: Path, progress: Progress) -> GuestAssets:
     """Make the assets that are missing or whose inputs changed. Blocking; one builder at a time per home.
 
     The kernel is fetched once and kept; removing `assets.json` makes the next call fetch the newest one.
@@ -82,6 +100,7 @@ def build_assets(settings: Settings, guest_binary: Path, progress: Progress) -> 
     Args:
         settings: `home`, `kernel.path` and `kernel.modules` count.
         guest_binary: the static `aenv-guest` program.
+        blockd_binary: the `aenv-blockd` program.
         progress: told what happens.
 
     Raises:
@@ -93,19 +112,19 @@ def build_assets(settings: Settings, guest_binary: Path, progress: Progress) -> 
         with durable.exclusive_lock(
             directory / ".lock", lambda: progress("guest assets", "waiting for another build", None)
         ):
-            return _build(settings, guest_binary, directory, progress)
+            return _build(settings, guest_binary, blockd_binary, directory, progress)
     except OSError as error:
         raise AssetError(f"cannot write guest assets to {directory}: {error}") from error
 
 
-def _build(settings: Settings, guest_binary: Path, directory: Path, progress: Progress) -> GuestAssets:
+def _build(
+    settings: Settings, guest_binary: Path, blockd_binary: Path, directory: Path, progress: Progress
+) -> GuestAssets:
     # The lock is ours, so a scratch directory belongs to a build that was killed.
     for leftover in directory.glob(".build-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        binary = guest_binary.read_bytes()
-    except OSError as error:
-        raise AssetError(f"cannot read the guest program {guest_binary}: {error.strerror}; {_MEND}") from error
+    binary = _read_program("guest program", guest_binary)
+    blockd = _read_program("block daemon", blockd_binary)
 
     manifest = _read_manifest(directory) or {}
     kernel_part = manifest.get("kernel", {})
@@ -117,8 +136,14 @@ def _build(settings: Settings, guest_binary: Path, directory: Path, progress: Pr
         progress("guest assets", "writing the initramfs", 0.9)
         modules = [kernel.Module(name, (directory / file).read_bytes()) for name, file in kernel_part["modules"]]
         initramfs_part = {**_make_initramfs(binary, modules, directory), "inputs": inputs}
-        initramfs_part["guest_version"] = _version_of(guest_binary)
-    wanted = {"kernel": kernel_part, "initramfs": initramfs_part}
+        initramfs_part["guest_version"] = _version_of("guest program", guest_binary)
+    blockd_part = manifest.get("blockd", {})
+    digest = hashlib.sha256(blockd).hexdigest()
+    if blockd_part.get("sha256") != digest or _size(directory / blockd_part["file"]) != len(blockd):
+        version = _version_of("block daemon", blockd_binary)
+        blockd_part = {"file": f"aenv-blockd-{version}-{digest[:12]}", "sha256": digest, "size": len(blockd)}
+        durable.write_bytes(directory / blockd_part["file"], blockd, mode=0o755)
+    wanted = {"kernel": kernel_part, "initramfs": initramfs_part, "blockd": blockd_part}
     if wanted != manifest:
         durable.write_json(directory / MANIFEST, wanted)
         _remove_old(directory, wanted)
@@ -182,17 +207,25 @@ def _make_initramfs(binary: bytes, modules: Sequence[kernel.Module], directory: 
     return {"file": file, "size": len(content), "sha256": digest}
 
 
-def _version_of(guest_binary: Path) -> str:
+def _read_program(what: str, binary: Path) -> bytes:
+    try:
+        return binary.read_bytes()
+    except OSError as error:
+        raise AssetError(f"cannot read the {what} {binary}: {error.strerror}; {_MEND}") from error
+
+
+def _version_of(what: str, binary: Path) -> str:
+    """What a program says to `--version`: the version alone, or its own name before it."""
     try:
         result = subprocess.run(
-            [str(guest_binary.absolute()), "--version"], capture_output=True, text=True, timeout=10, check=False
+            [str(binary.absolute()), "--version"], capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise AssetError(f"the guest program {guest_binary} does not run on this host: {error}") from error
-    version = result.stdout.strip()
-    if result.returncode != 0 or not re.fullmatch(r"[\w.+-]{1,64}", version):
-        raise AssetError(f"the guest program {guest_binary} does not say its version; {_MEND}")
-    return version
+        raise AssetError(f"the {what} {binary} does not run on this host: {error}") from error
+    match = re.fullmatch(r"(?:aenv-[a-z]+ )?([\w.+-]{1,64})", result.stdout.strip())
+    if result.returncode != 0 or match is None:
+        raise AssetError(f"the {what} {binary} does not say its version; {_MEND}")
+    return match[1]
 
 
 def _kernel_inputs(settings: Settings) -> str:
@@ -241,7 +274,7 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
 
 def _remove_old(directory: Path, manifest: dict[str, Any]) -> None:
     """Drop what the manifest does not name any more, but for the newest few of `_KEPT`."""
-    named = {manifest["kernel"]["file"], manifest["initramfs"]["file"], *_module_files(manifest["kernel"])}
+    named = {part["file"] for part in manifest.values()} | set(_module_files(manifest["kernel"]))
     old = [path for path in directory.glob("*.ko") if path.name not in named]
     for pattern, kept in _KEPT.items():
         newest_first = sorted(directory.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)

@@ -208,6 +208,7 @@ class Creator:
                 sandbox,
                 (
                     Resource(ResourceKind.DIRECTORY, str(live.holdings.directory)),
+                    Resource(ResourceKind.DISK, sandbox.id),
                     Resource(ResourceKind.MACHINE, sandbox.id),
                 ),
                 claim,

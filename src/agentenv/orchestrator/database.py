@@ -34,7 +34,7 @@ MIGRATIONS: tuple[str, ...] = (
     ) STRICT;
     CREATE TABLE resources (
         sandbox_id TEXT NOT NULL,
-        kind TEXT NOT NULL,           -- directory, slot, machine, memory
+        kind TEXT NOT NULL,           -- directory, disk, slot, machine, memory
         name TEXT NOT NULL,
         PRIMARY KEY (sandbox_id, kind, name)
     ) STRICT, WITHOUT ROWID;

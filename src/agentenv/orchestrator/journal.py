@@ -25,6 +25,7 @@ from agentenv.vmm.base import MachineRecord
 
 class ResourceKind(StrEnum):
     DIRECTORY = "directory"
+    DISK = "disk"
     SLOT = "slot"
     MACHINE = "machine"
     MEMORY = "memory"

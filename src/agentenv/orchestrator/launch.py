@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from agentenv.config import Settings
+from agentenv.config import MIB, Settings
 from agentenv.errors import AgentEnvError, InsufficientStorageError, SandboxStartError, StorageError, VmmError
 from agentenv.guest.base import AgentInfo, GuestIdentity
 from agentenv.guest.kernel import KERNEL_ARGUMENTS
@@ -110,9 +110,12 @@ class Launcher:
 
         async def make_disk() -> None:
             nonlocal disk
-            disk = await self._disks.create(plan.template.rootfs, holdings.directory)
+            template = plan.template
+            disk = await self._disks.create(
+                holdings.sandbox_id, template.layers, template.disk_mib * MIB, holdings.directory
+            )
 
-        await in_thread(lambda: _make_directory(holdings.directory))
+        await in_thread(lambda: self._make_directory(holdings))
         await together(make_disk(), self._take_slot(plan, holdings))
         assert disk is not None  # noqa: S101 - make_disk returned
         slot = holdings.slot
@@ -129,7 +132,7 @@ class Launcher:
             console = await _console_end(machine, _CRASH_LINES)
             _log.warning("guest_ended_at_boot", sandbox=holdings.sandbox_id, error=outcome.message, console=console)
             await machine.kill()
-            await self._disks.remove(holdings.directory)
+            await self._disks.remove(holdings.sandbox_id)
             await make_disk()
         raise AssertionError("the last boot returned or raised")
 
@@ -146,6 +149,11 @@ class Launcher:
             self._introduce(slot, agent, plan.identity),
             self._deadline(machine),
         )
+
+    def _make_directory(self, holdings: Holdings) -> None:
+        _make_directory(holdings.directory)
+        # Before the disk: its socket gets the owner that the directory has.
+        self._vmm.prepare_directory(holdings.sandbox_id, holdings.directory)
 
     async def _take_slot(self, plan: LaunchPlan, holdings: Holdings) -> None:
         slot = holdings.slot = await self._slots.acquire()
@@ -215,7 +223,7 @@ class Releaser:
             holdings.machine = None
         failures = [
             failure
-            for step in (self._release_slot, self._remove_files)
+            for step in (self._release_slot, self._remove_storage)
             if (failure := await _failure_of(step(holdings))) is not None
         ]
         if failures:
@@ -229,8 +237,9 @@ class Releaser:
             await _worded(self._slots.release(holdings.slot), f"slot {holdings.slot.index} could not be taken back")
             holdings.slot = None
 
-    async def _remove_files(self, holdings: Holdings) -> None:
-        await _worded(self._disks.remove(holdings.directory), f"the disk in {holdings.directory} could not be removed")
+    async def _remove_storage(self, holdings: Holdings) -> None:
+        sandbox_id = holdings.sandbox_id
+        await _worded(self._disks.remove(sandbox_id), f"the disk of sandbox {sandbox_id} could not be removed")
         await in_thread(lambda: remove_directory(holdings.directory))
 
 

@@ -26,6 +26,7 @@ from agentenv.orchestrator.admission import Admission, StartGate
 from agentenv.orchestrator.cleanup import Cleaner
 from agentenv.orchestrator.clock import SystemClock
 from agentenv.orchestrator.creation import CreationParts, Creator
+from agentenv.orchestrator.disk_events import DiskEvents
 from agentenv.orchestrator.expiry import Expiry
 from agentenv.orchestrator.journal import Journal
 from agentenv.orchestrator.launch import Launcher, Releaser
@@ -96,12 +97,15 @@ class Orchestrator:
         self._releaser = Releaser(journal=journal, slots=slots, disks=disks)
         self._cleaner = Cleaner(self._releaser, clock)
         self._expiry = Expiry(clock, self._expired)
+        self._disk_events = DiskEvents(self._live, clock)
+        disks.on_event(self._disk_events.note)
         self._sampler = Sampler(clock)
         self._reconciler = Reconciler(
             settings.paths.sandboxes,
             journal=journal,
             vmm=vmm,
             slots=slots,
+            disks=disks,
             orphans=orphans,
             releaser=self._releaser,
             cleaner=self._cleaner,
@@ -172,6 +176,7 @@ class Orchestrator:
         await self._operations.settle()
         await self._watchers.close()
         await self._sampler.close()
+        await self._disk_events.close()
         await self._cleaner.close()
         for route in self.routes:
             self.routes.withdraw(route.sandbox_id)

@@ -7,13 +7,14 @@ something back may be repeated; failures are `AgentEnvError`s.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
 from agentenv.guest.base import AgentInfo, AgentMetrics, GuestIdentity
 from agentenv.network.base import EgressPolicy, Slot
+from agentenv.storage.disks import DiskEvent
 from agentenv.vmm.base import Disk, MachineRecord
 
 
@@ -48,11 +49,23 @@ class SlotPool(Protocol):
 class DiskStore(Protocol):
     """Root disks. Methods raise `StorageError` or `InsufficientStorageError`."""
 
-    async def create(self, template_disk: Path, directory: Path) -> Disk:
-        """Make a writable disk in `directory` whose content is the template's."""
+    async def create(self, disk_id: str, layers: Sequence[str], virtual_size: int, directory: Path) -> Disk:
+        """Make a writable disk whose content is that of `layers`; its socket is in `directory`, and owned as that is.
 
-    async def remove(self, directory: Path) -> None:
-        """Remove what `create` made in the directory. Idempotent."""
+        `virtual_size` is in bytes.
+        """
+
+    async def remove(self, disk_id: str) -> None:
+        """Remove what `create` made. Idempotent."""
+
+    async def reconcile(self, keep: Collection[str]) -> Sequence[str]:
+        """Remove every disk that is not in `keep`, whose machines must have ended; serve those in it again.
+
+        Returns what was done, in words for the log.
+        """
+
+    def on_event(self, callback: Callable[[DiskEvent], None]) -> None:
+        """Have `callback` called, in the event loop, for what happens to disks in use."""
 
 
 class Template(Protocol):
@@ -66,7 +79,8 @@ class Template(Protocol):
         """Aliases, the main one first."""
 
     @property
-    def rootfs(self) -> Path: ...
+    def layers(self) -> Sequence[str]:
+        """Digests of the layers of its disk, bottom first."""
 
     @property
     def vcpus(self) -> int: ...

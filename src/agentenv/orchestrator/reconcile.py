@@ -1,7 +1,7 @@
 """At the start of a server: what the journal says is compared with what really is, and the truth wins.
 
 Sandboxes that run are taken over. All else that carries our mark and belongs to none of them is removed: processes,
-memory files, slots, directories, journal rows.
+memory files, disks, slots, directories, journal rows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from pathlib import Path
 import structlog
 
 from agentenv.errors import AgentEnvError, StorageError
+from agentenv.ids import is_sandbox_id
 from agentenv.network.base import Slot
 from agentenv.orchestrator.cleanup import Cleaner
 from agentenv.orchestrator.journal import Journal, JournalEntry
-from agentenv.orchestrator.launch import Holdings, Releaser
+from agentenv.orchestrator.launch import Holdings, Releaser, remove_directory
 from agentenv.orchestrator.model import Sandbox, SandboxState
-from agentenv.orchestrator.ports import HostProbe, OrphanReaper, SlotPool
+from agentenv.orchestrator.ports import DiskStore, HostProbe, OrphanReaper, SlotPool
 from agentenv.orchestrator.tasks import in_thread, together
 from agentenv.vmm.base import Machine, Vmm
 
@@ -56,6 +57,7 @@ class Reconciler:
         journal: Journal,
         vmm: Vmm,
         slots: SlotPool,
+        disks: DiskStore,
         orphans: OrphanReaper,
         releaser: Releaser,
         cleaner: Cleaner,
@@ -65,6 +67,7 @@ class Reconciler:
         self._journal = journal
         self._vmm = vmm
         self._slots = slots
+        self._disks = disks
         self._orphans = orphans
         self._releaser = releaser
         self._cleaner = cleaner
@@ -84,6 +87,7 @@ class Reconciler:
         records = [one.machine.record for one in found if one.machine is not None]
         for words in await self._orphans.reap(records):
             _log.info("orphan_removed", what=words)
+        await self._reconcile_disks([one.entry.sandbox.id for one in found if one.verdict is None])
         await self._slots.start([one.entry.slot.index for one in found if one.verdict is None and one.entry.slot])
         await self._for_each([one for one in found if one.verdict is None], self._find_slot)
         await self._for_each([one for one in found if one.verdict is not None], self._remove)
@@ -93,6 +97,14 @@ class Reconciler:
             for one in found
             if one.verdict is None
         ]
+
+    async def _reconcile_disks(self, keep: list[str]) -> None:
+        try:
+            for words in await self._disks.reconcile(keep):
+                _log.info("disk_reconciled", what=words)
+        except AgentEnvError as error:
+            # What the journal names is tried again when that sandbox is released, all else at the next start.
+            _log.warning("disks_not_reconciled", error=error.message)
 
     async def _for_each(self, found: list[_Found], step: Callable[[_Found], Awaitable[None]]) -> None:
         places = asyncio.Semaphore(_AT_ONCE)
@@ -145,9 +157,19 @@ class Reconciler:
                 raise StorageError(f"cannot read {self._sandboxes}: {error.strerror}") from error
 
         for name in await in_thread(names):
-            if name not in known:
-                _log.info("stray_directory_removed", directory=name)
+            if name in known:
+                continue
+            _log.info("stray_directory_removed", directory=name)
+            if is_sandbox_id(name):
                 await self._release(self._holdings(name, None, None))
+            else:  # no sandbox had it, so there is no disk or slot of that name
+                await self._remove_stray(self._sandboxes / name)
+
+    async def _remove_stray(self, path: Path) -> None:
+        try:
+            await in_thread(lambda: remove_directory(path))
+        except AgentEnvError as error:
+            _log.warning("stray_directory_not_removed", path=str(path), error=error.message)
 
     async def _release(self, holdings: Holdings) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The `base` template: made from the root file system recipe when it is missing or the recipe changed.
+"""The `base` template: a layer, made from the root file system recipe when it is missing or the recipe changed.
 
 Blocking work for the command line and the set-up; a server only reads what it leaves.
 """
@@ -14,10 +14,12 @@ from pathlib import Path
 import structlog
 
 from agentenv import durable
-from agentenv.config import Settings
+from agentenv.config import MIB, Settings
 from agentenv.errors import AssetError
 from agentenv.guest.rootfs import Progress, RootfsRecipe, build_rootfs
-from agentenv.templates.store import Template, TemplateStore
+from agentenv.storage.layers import LayerStore, StoredLayer
+from agentenv.templates.raw_images import layer_of_image
+from agentenv.templates.store import LOCK, Template, TemplateStore, owner_of
 
 TEMPLATE_ID = "base"
 _DIGEST_LENGTH = 16
@@ -25,71 +27,73 @@ _DIGEST_LENGTH = 16
 _log = structlog.get_logger(__name__)
 
 
-def ensure_base_template(settings: Settings, progress: Progress) -> Template:
+def ensure_base_template(settings: Settings, layers: LayerStore, progress: Progress) -> Template:
     """Make and register the `base` template unless it is up to date. One builder at a time per home.
 
-    A finished image is also kept in the cache (`$AENV_CACHE`, else `~/.cache/aenv`), where a later build finds it; the
+    The raw image is kept in the cache alone (`$AENV_CACHE`, else `~/.cache/aenv`), where a later build finds it; the
     cache is never needed.
 
     Raises:
         AssetError: the image could not be made; the message says why.
         InsufficientStorageError: too little room.
+        LayerError, StorageError: the layer could not be made of the image.
     """
     directory = settings.paths.template(TEMPLATE_ID)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with durable.exclusive_lock(
-            directory / ".lock", lambda: progress("base template", "waiting for another build", None)
+            directory / LOCK, lambda: progress("base template", "waiting for another build", None)
         ):
-            return _ensure(settings, directory, progress)
+            return _ensure(settings, layers, directory, progress)
     except OSError as error:
         raise AssetError(f"cannot write the base template to {directory}: {error}") from error
 
 
-def _ensure(settings: Settings, directory: Path, progress: Progress) -> Template:
+def _ensure(settings: Settings, layers: LayerStore, directory: Path, progress: Progress) -> Template:
     # The lock is ours, so a scratch directory belongs to a build that was killed.
     for leftover in directory.glob(".build-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     recipe = RootfsRecipe(disk_mib=settings.sandbox.disk_mib)
-    image = directory / f"rootfs-{recipe.digest()[:_DIGEST_LENGTH]}.ext4"
-    store = TemplateStore(settings.paths, settings)
+    source = recipe.digest()[:_DIGEST_LENGTH]
+    store = TemplateStore(settings.paths, settings, layers)
+    registered = store.find(TEMPLATE_ID)
+    if registered is not None and registered.source == source:
+        progress("base template", "up to date", 1.0)
+        return registered
+    layer = _make_layer(recipe, f"rootfs-{source}.ext4", layers, directory, progress)
     wanted = Template(
         template_id=TEMPLATE_ID,
         names=(TEMPLATE_ID,),
-        rootfs=image,
+        layers=(layer.digest,),
         vcpus=settings.sandbox.vcpus,
         memory_mib=settings.sandbox.memory_mib,
         disk_mib=recipe.disk_mib,
+        source=source,
     )
-    registered = store.find(TEMPLATE_ID)
-    if registered is not None and registered.rootfs == image:
-        progress("base template", "up to date", 1.0)
-        return registered
-    if not image.is_file():
-        _make_image(recipe, directory, image, progress)
     store.register(wanted, follow_defaults=True)
-    # Disks of running sandboxes keep the old image's bytes: they hold it open.
+    # Older versions kept the image here. Disks of running sandboxes keep its bytes: they hold it open.
     for old in directory.glob("rootfs-*.ext4"):
-        if old != image:
-            old.unlink()
+        old.unlink()
     progress("base template", "registered", 1.0)
     return wanted
 
 
-def _make_image(recipe: RootfsRecipe, directory: Path, image: Path, progress: Progress) -> None:
-    cached = _cache() / image.name
+def _make_layer(
+    recipe: RootfsRecipe, name: str, layers: LayerStore, directory: Path, progress: Progress
+) -> StoredLayer:
+    for image in (directory / name, _cache() / name):
+        if image.is_file() and image.stat().st_size == recipe.disk_mib * MIB:
+            progress("base template", f"making a layer of the image in {image.parent}", 0.5)
+            return layer_of_image(image, layers, owner_of(TEMPLATE_ID))
     scratch = Path(tempfile.mkdtemp(prefix=".build-", dir=directory))
     try:
-        draft = scratch / image.name
-        if cached.is_file() and cached.stat().st_size == recipe.disk_mib * 1024 * 1024:
-            progress("base template", f"copying the image from {cached.parent}", 0.5)
-            _copy(cached, draft)
-        else:
-            build_rootfs(recipe, scratch, draft, progress)
-            progress("base template", f"keeping a copy in {cached.parent}", 0.99)
-            _keep(draft, cached)
-        draft.chmod(0o644)
-        draft.replace(image)
+        draft = scratch / name
+        build_rootfs(recipe, scratch, draft, progress)
+        progress("base template", "making a layer of the image", 0.95)
+        layer = layer_of_image(draft, layers, owner_of(TEMPLATE_ID))
+        progress("base template", f"keeping a copy in {_cache()}", 0.99)
+        _keep(draft, _cache() / name)
+        return layer
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

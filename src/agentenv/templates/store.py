@@ -1,6 +1,7 @@
-"""The templates of this node: one directory each, with a `template.json` that says what it is.
+"""The templates of this node: a `template.json` each, which says what it is and of which layers its disk is made.
 
-Finding, listing and registering only; building templates is not done here. Names from clients are looked up, never
+The layers are in the layer store, where the template is their owner. Finding, listing and registering only; building
+templates is not done here. Names from clients are looked up, never
 joined to paths.
 """
 
@@ -18,10 +19,13 @@ from typing import Any
 import structlog
 
 from agentenv import durable
-from agentenv.config import HomePaths, Settings
-from agentenv.errors import AssetError, InvalidRequestError, TemplateNotFoundError
+from agentenv.config import HomePaths, SandboxSettings, Settings
+from agentenv.errors import AgentEnvError, AssetError, InvalidRequestError, TemplateNotFoundError
+from agentenv.storage.layers import LayerStore
 
 MANIFEST = "template.json"
+LOCK = ".lock"
+"""Held in a template's directory while it is made."""
 DEFAULT_TAG = "default"
 
 _log = structlog.get_logger(__name__)
@@ -36,8 +40,8 @@ class Template:
     template_id: str
     names: tuple[str, ...]
     """Aliases, the main one first."""
-    rootfs: Path
-    """Raw ext4 image, never written again once it is registered."""
+    layers: tuple[str, ...]
+    """Digests of the layers of its disk, bottom first; the layer store has them."""
     vcpus: int
     memory_mib: int
     disk_mib: int
@@ -45,6 +49,8 @@ class Template:
     default_workdir: str | None = None
     """None: the user's home."""
     env: Mapping[str, str] = field(default_factory=dict)
+    source: str | None = None
+    """Digest of the recipe that it was made by; None when no recipe made it."""
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
@@ -71,12 +77,46 @@ def parse_reference(text: str) -> TemplateReference:
     return TemplateReference(name, namespace or None, None if tag in ("", DEFAULT_TAG) else tag)
 
 
-class TemplateStore:
-    """Templates below `$AENV_HOME/templates`. Safe to use while another process registers one."""
+def owner_of(template_id: str) -> str:
+    """The name under which a template owns layers in the layer store."""
+    return f"template:{template_id}"
 
-    def __init__(self, paths: HomePaths, settings: Settings) -> None:
+
+def template_from(content: Mapping[str, Any], defaults: SandboxSettings) -> Template:
+    """Read what a manifest says.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no manifest of this version.
+    """
+    if "layers" not in content and "rootfs" in content:
+        raise ValueError("it is of an older form; run `make setup`")
+    return Template(
+        template_id=content["template_id"],
+        names=tuple(content["names"]),
+        layers=tuple(content["layers"]),
+        vcpus=content.get("vcpus") or defaults.vcpus,
+        memory_mib=content.get("memory_mib") or defaults.memory_mib,
+        disk_mib=content["disk_mib"],
+        default_user=content.get("default_user", "user"),
+        default_workdir=content.get("default_workdir"),
+        env=content.get("env", {}),
+        source=content.get("source"),
+        created_at=datetime.fromisoformat(content["created_at"]),
+    )
+
+
+class TemplateStore:
+    """Templates below `$AENV_HOME/templates`. Safe to use while another process registers one.
+
+    Args:
+        paths, settings: of the node.
+        layers: where the templates' layers are.
+    """
+
+    def __init__(self, paths: HomePaths, settings: Settings, layers: LayerStore) -> None:
         self._directory = paths.templates
         self._settings = settings
+        self._layers = layers
 
     async def resolve(self, reference: str) -> Template:
         """Find a template by id or `[namespace/]alias[:tag]`.
@@ -103,24 +143,28 @@ class TemplateStore:
         return next((template for template in self._list() if template.template_id == template_id), None)
 
     def register(self, template: Template, *, follow_defaults: bool = False) -> None:
-        """Write a template down, replacing the one of the same id. Its image must be inside of its directory.
+        """Write a template down, replacing the one of the same id, and make it the owner of its layers.
+
+        Whatever interrupts it, the template that is written down keeps its layers.
 
         Args:
             template: what to write.
             follow_defaults: do not fix vCPUs and memory; sandboxes get what the settings say when they are created.
 
         Raises:
-            AssetError: the image is elsewhere or missing, the id is malformed, or the disk refuses.
+            AssetError: the id is malformed, it has no layers, or the disk refuses.
+            LayerError: one of its layers is not in the layer store.
         """
         directory = self._directory / template.template_id
         if not _NAME.fullmatch(template.template_id) or not all(_NAME.fullmatch(name) for name in template.names):
             raise AssetError(f"template {template.template_id!r}: ids and names are made of a-z, 0-9, _ and -")
-        if template.rootfs.parent != directory or not template.rootfs.is_file():
-            raise AssetError(f"template {template.template_id}: there is no image {template.rootfs} in {directory}")
+        if not template.layers:
+            raise AssetError(f"template {template.template_id} has no layers")
         content = {
             "template_id": template.template_id,
             "names": list(template.names),
-            "rootfs": template.rootfs.name,
+            "layers": list(template.layers),
+            "source": template.source,
             "vcpus": None if follow_defaults else template.vcpus,
             "memory_mib": None if follow_defaults else template.memory_mib,
             "disk_mib": template.disk_mib,
@@ -129,35 +173,27 @@ class TemplateStore:
             "env": dict(template.env),
             "created_at": template.created_at.isoformat(),
         }
+        owner = owner_of(template.template_id)
+        before = self._layers.references(owner)
+        self._layers.set_references(owner, list(dict.fromkeys([*before, *template.layers])))
         try:
+            directory.mkdir(parents=True, exist_ok=True)
             durable.write_json(directory / MANIFEST, content)
         except OSError as error:
             raise AssetError(f"template {template.template_id} cannot be written: {error.strerror}") from error
+        self._layers.set_references(owner, template.layers)
 
     def _list(self) -> tuple[Template, ...]:
         templates = []
         for manifest in sorted(self._directory.glob(f"*/{MANIFEST}")):
             try:
                 templates.append(self._read(manifest))
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (AgentEnvError, OSError, ValueError, KeyError, TypeError) as error:
                 _log.warning("template_unreadable", path=str(manifest), error=str(error))
         return tuple(templates)
 
     def _read(self, manifest: Path) -> Template:
-        content: dict[str, Any] = json.loads(manifest.read_text())
-        rootfs = manifest.parent / Path(content["rootfs"]).name
-        if not rootfs.is_file():
-            raise ValueError(f"the image {rootfs.name} is missing; run `make setup`")
-        sandbox = self._settings.sandbox
-        return Template(
-            template_id=content["template_id"],
-            names=tuple(content["names"]),
-            rootfs=rootfs,
-            vcpus=content.get("vcpus") or sandbox.vcpus,
-            memory_mib=content.get("memory_mib") or sandbox.memory_mib,
-            disk_mib=content["disk_mib"],
-            default_user=content.get("default_user", "user"),
-            default_workdir=content.get("default_workdir"),
-            env=content.get("env", {}),
-            created_at=datetime.fromisoformat(content["created_at"]),
-        )
+        template = template_from(json.loads(manifest.read_text()), self._settings.sandbox)
+        for digest in template.layers:
+            self._layers.get(digest)
+        return template

@@ -18,7 +18,6 @@ class DiskFormat(StrEnum):
 
     RAW = "raw"
     """A file with the bytes of the disk."""
-    QCOW2 = "qcow2"
     NBD = "nbd"
     """A unix socket that serves the disk as its default NBD export, and may be gone for a while."""
 
@@ -153,10 +152,6 @@ class Vmm(Protocol):
     @property
     def acceleration(self) -> str:
         """`kvm` or `tcg`."""
-
-    @property
-    def disk_formats(self) -> frozenset[DiskFormat]:
-        """What this VMM can open as a disk."""
 
     def prepare_directory(self, machine_id: str, directory: Path) -> None:
         """Give an empty directory the owner, group and mode that the machine's process needs in it. Blocking.

@@ -17,7 +17,7 @@ import structlog
 
 from agentenv.config import MIB
 from agentenv.errors import VmmError
-from agentenv.vmm.base import DiskFormat, MachineConfig, MachineExit, MachineRecord, MachineStats
+from agentenv.vmm.base import MachineConfig, MachineExit, MachineRecord, MachineStats
 from agentenv.vmm.caretaker import Caretaker
 from agentenv.vmm.console import LogKeeper, exit_reason
 from agentenv.vmm.host import machine_uid, may_change_user
@@ -267,11 +267,6 @@ class QemuVmm:
     def acceleration(self) -> str:
         """`kvm` or `tcg`."""
         return self._acceleration.name
-
-    @property
-    def disk_formats(self) -> frozenset[DiskFormat]:
-        """QEMU opens raw files and qcow2 overlays, and has a client for NBD."""
-        return frozenset(DiskFormat)
 
     def prepare_directory(self, machine_id: str, directory: Path) -> None:
         """Let the machine's process go through a directory that stays root's: its group, and no other right in it.

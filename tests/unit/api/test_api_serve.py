@@ -20,6 +20,8 @@ from agentenv.cli.http_server import base_url, bound_socket, parse_listen
 from agentenv.errors import ConfigurationError
 
 PROGRAM = Path(__file__).with_name("api_server.py")
+NO_PROGRAMS = {"AENV_GUEST_BINARY": "/nonexistent", "AENV_BLOCKD_BINARY": "/nonexistent"}
+"""Keeps a server from provisioning its home, which fetches packages."""
 
 
 class Server:
@@ -34,7 +36,7 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env={**inherited, "AENV_HOME": str(home), "AENV_LOG_LEVEL": "debug", **environment},
+                env={**inherited, "AENV_HOME": str(home), "AENV_LOG_LEVEL": "debug", **NO_PROGRAMS, **environment},
             )
         assert self.process.stdout is not None
         self.stdout = self.process.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from agentenv.config import KernelSettings, Settings
 from agentenv.errors import AssetError
 from agentenv.guest import assets as assets_module
 from agentenv.guest import kernel
-from agentenv.guest.assets import build_assets, load_assets
+from agentenv.guest.assets import assets_are_current, build_assets, load_assets
 
 
 class Home:
@@ -29,6 +30,8 @@ class Home:
             (self.modules / f"{name}.ko").write_bytes(elf_samples.module("", name=name))
         self.program = directory / "aenv-guest"
         self.set_program("1.0.0")
+        self.blockd = directory / "aenv-blockd"
+        self.set_blockd("2.0.0")
         self.settings = Settings(home=directory / "home", kernel=KernelSettings(path=self.kernel, modules=self.modules))
         self.phases: list[str] = []
 
@@ -36,12 +39,16 @@ class Home:
         self.program.write_bytes(elf_samples.version_program(version))
         self.program.chmod(0o755)
 
+    def set_blockd(self, version: str) -> None:
+        self.blockd.write_bytes(elf_samples.version_program(version))
+        self.blockd.chmod(0o755)
+
     def progress(self, _phase: str, detail: str, _fraction: float | None) -> None:
         self.phases.append(detail)
 
     def build(self) -> assets_module.GuestAssets:
         self.phases.clear()
-        return build_assets(self.settings, self.program, self.progress)
+        return build_assets(self.settings, self.program, self.blockd, self.progress)
 
     def names(self) -> set[str]:
         return {path.name for path in self.settings.paths.assets.iterdir()}
@@ -81,12 +88,44 @@ def test_another_guest_program_makes_another_initramfs_only(home: Home) -> None:
     assert (second.kernel, second.kernel.stat().st_mtime_ns) == (first.kernel, written)
 
 
+def test_the_block_daemon_is_installed_beside_those_that_still_run(home: Home) -> None:
+    first = home.build()
+    assert first.blockd.name.startswith("aenv-blockd-2.0.0-")
+    assert first.blockd.read_bytes() == home.blockd.read_bytes()
+    assert first.blockd.stat().st_mode & 0o777 == 0o755
+    home.set_blockd("aenv-blockd 2.0.1")
+    second = home.build()
+    assert second.blockd.name.startswith("aenv-blockd-2.0.1-")
+    assert first.blockd.exists(), "a server that supervises the older one starts it again when it dies"
+    assert (second.kernel, second.initramfs) == (first.kernel, first.initramfs)
+
+
+def test_assets_of_an_older_version_are_told_apart_and_completed(home: Home) -> None:
+    built = home.build()
+    manifest = home.settings.paths.assets / assets_module.MANIFEST
+    assert assets_are_current(home.settings.paths.assets)
+    manifest.write_text(
+        json.dumps({name: part for name, part in json.loads(manifest.read_text()).items() if name != "blockd"})
+    )
+    built.blockd.unlink()
+    assert not assets_are_current(home.settings.paths.assets)
+    with pytest.raises(AssetError, match="another version: run `make setup`"):
+        load_assets(home.settings)
+    assert home.build() == built
+    assert built.blockd.exists()
+
+
 def test_old_files_do_not_pile_up(home: Home) -> None:
     for number in range(5):
         home.set_program(f"1.0.{number}")
+        home.set_blockd(f"2.0.{number}")
         home.kernel.write_bytes(elf_samples.vmlinux(f"6.99.{10**number}-test"))
         newest = home.build()
-    for prefix, count, current in (("initramfs-", 3, newest.initramfs), ("vmlinux-", 2, newest.kernel)):
+    for prefix, count, current in (
+        ("initramfs-", 3, newest.initramfs),
+        ("vmlinux-", 2, newest.kernel),
+        ("aenv-blockd-", 3, newest.blockd),
+    ):
         kept = [name for name in home.names() if name.startswith(prefix)]
         assert len(kept) == count
         assert current.name in kept
@@ -100,7 +139,7 @@ def test_another_kernel_is_noticed(home: Home) -> None:
     assert home.build().kernel_version == "6.99.2-longer-name"
 
 
-@pytest.mark.parametrize("asset", ["kernel", "initramfs"])
+@pytest.mark.parametrize("asset", ["kernel", "initramfs", "blockd"])
 def test_a_damaged_asset_is_named_and_mended(home: Home, asset: str) -> None:
     path: Path = getattr(home.build(), asset)
     whole = path.read_bytes()
@@ -149,7 +188,7 @@ def test_builds_wait_for_each_other(home: Home) -> None:
             waits.set()
 
     def build() -> None:
-        built.append(build_assets(home.settings, home.program, progress))
+        built.append(build_assets(home.settings, home.program, home.blockd, progress))
 
     builder = threading.Thread(target=build)
     with durable.exclusive_lock(directory / ".lock", lambda: None):
@@ -169,6 +208,14 @@ def test_unusable_programs_are_refused(home: Home) -> None:
     home.program.unlink()
     with pytest.raises(AssetError, match="cannot read the guest program"):
         home.build()
+    home.set_program("1.0.0")
+    home.set_blockd("a version with spaces")
+    with pytest.raises(AssetError, match=r"block daemon .* does not say its version"):
+        home.build()
+    home.blockd.unlink()
+    with pytest.raises(AssetError, match="cannot read the block daemon"):
+        home.build()
+    home.set_blockd("2.0.0")
     home.program.write_bytes(b"text")
     with pytest.raises(AssetError, match="not a 64-bit ELF"):
         home.build()

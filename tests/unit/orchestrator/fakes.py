@@ -27,6 +27,7 @@ from agentenv.orchestrator.database import Database
 from agentenv.orchestrator.journal import Journal
 from agentenv.orchestrator.model import CreateRequest
 from agentenv.orchestrator.orchestrator import Orchestrator
+from agentenv.storage.disks import DiskEvent
 from agentenv.vmm.base import Disk, DiskFormat, MachineConfig, MachineExit, MachineRecord, MachineStats
 
 T = TypeVar("T")
@@ -162,7 +163,7 @@ class FakeVm:
 class FakeTemplate:
     template_id: str = "base"
     names: tuple[str, ...] = ("base",)
-    rootfs: Path = Path("/templates/base/rootfs.ext4")
+    layers: tuple[str, ...] = ("sha256:" + 64 * "a", "sha256:" + 64 * "b")
     vcpus: int = 2
     memory_mib: int = 512
     disk_mib: int = 1024
@@ -181,6 +182,8 @@ class World:
         """Live VMs by sandbox id."""
         self.lent: dict[int, EgressPolicy | None] = {}
         self.disks: set[str] = set()
+        self.prepared: set[Path] = set()
+        """Directories that a VMM has given to their machines."""
         self.memory: set[str] = set()
         self.identities: dict[str, GuestIdentity] = {}
         self.templates = {"base": FakeTemplate()}
@@ -271,26 +274,40 @@ def _slot(index: int) -> Slot:
 class FakeDisks:
     def __init__(self, world: World, script: Script) -> None:
         self._world, self._script = world, script
+        self.tell: Callable[[DiskEvent], None] = lambda _: None
 
-    async def create(self, template_disk: Path, directory: Path) -> Disk:
+    async def create(self, disk_id: str, layers: Sequence[str], virtual_size: int, directory: Path) -> Disk:
         await self._script.at("disks.create")
         assert directory.is_dir()
-        (directory / "disk.raw").write_text(str(template_disk))
-        self._world.disks.add(directory.name)
+        assert directory in self._world.prepared, "the socket would have the wrong owner"
+        assert (tuple(layers), virtual_size) == (FakeTemplate.layers, 1024 << 20)
+        assert disk_id not in self._world.disks, "a second disk of one sandbox"
+        (directory / "disk.sock").touch()
+        self._world.disks.add(disk_id)
         try:
             await self._script.at("disks.create done")
         except BaseException:
             if not self._script.dead:
-                (directory / "disk.raw").unlink()
-                self._world.disks.discard(directory.name)
+                (directory / "disk.sock").unlink()
+                self._world.disks.discard(disk_id)
             raise
-        return Disk(Path("disk.raw"))
+        return Disk(Path("disk.sock"), DiskFormat.NBD)
 
-    async def remove(self, directory: Path) -> None:
+    async def remove(self, disk_id: str) -> None:
         await self._script.at("disks.remove")
-        assert directory.name not in self._world.vms, "a disk was taken from under a live VM"
-        self._world.disks.discard(directory.name)
+        assert disk_id not in self._world.vms, "a disk was taken from under a live VM"
+        self._world.disks.discard(disk_id)
         await self._script.at("disks.remove done")
+
+    async def reconcile(self, keep: Collection[str]) -> Sequence[str]:
+        await self._script.at("disks.reconcile")
+        assert set(self._world.vms) <= set(keep), "a disk was taken from under a live VM"
+        gone = self._world.disks - set(keep)
+        self._world.disks -= gone
+        return sorted(gone)
+
+    def on_event(self, callback: Callable[[DiskEvent], None]) -> None:
+        self.tell = callback
 
 
 class FakeMachine:
@@ -340,11 +357,14 @@ class FakeVmm:
     name = "fake"
     version = "1"
     acceleration = "tcg"
-    disk_formats = frozenset({DiskFormat.RAW})
 
     def __init__(self, world: World, script: Script) -> None:
         self._world, self._script = world, script
         self.configs: list[MachineConfig] = []
+
+    def prepare_directory(self, machine_id: str, directory: Path) -> None:
+        assert list(directory.iterdir()) == []
+        self._world.prepared.add(directory)
 
     async def boot(self, config: MachineConfig) -> FakeMachine:
         await self._script.at("vmm.boot")
@@ -487,11 +507,12 @@ class Server:
             network=NetworkSettings(),
         )
         self.vmm = FakeVmm(world, self.script)
+        self.disks = FakeDisks(world, self.script)
         self.orchestrator = Orchestrator(
             self.settings,
             vmm=self.vmm,
             slots=FakeSlots(world, self.script),
-            disks=FakeDisks(world, self.script),
+            disks=self.disks,
             templates=FakeTemplates(world, self.script),
             assets=FakeAssets(),
             agents=lambda host, token: FakeAgent(world, self.script, host, token),

@@ -190,7 +190,6 @@ async def test_reboot_ends_everything(world: World) -> None:
     world.reboot()
     async with Server(world) as successor:
         assert "vmm.adopt" not in successor.script.seen  # a pid of another boot means nothing
-        world.disks -= {name for name in world.disks if not (world.home / "sandboxes" / name).exists()}
         successor.check([])
 
 
@@ -229,6 +228,26 @@ async def test_unremovable_remains_do_not_keep_the_server_from_starting(world: W
         successor.check([])
 
 
+async def test_disks_that_nobody_owns_are_removed_and_those_of_sandboxes_kept(world: World) -> None:
+    async with Server(world) as server:
+        kept = await server.orchestrator.create(wish())
+    world.disks.add("forgotten")
+    async with Server(world) as successor:
+        seen = successor.script.seen
+        assert seen.index("orphans.reap") < seen.index("disks.reconcile") < seen.index("slots.start")
+        successor.check([kept.id])
+
+
+async def test_disks_that_cannot_be_reconciled_do_not_keep_the_server_from_starting(world: World) -> None:
+    async with Server(world) as server:
+        kept, lost = [await server.orchestrator.create(wish()) for _ in range(2)]
+    server.vmm.die(lost.id, "gone")
+    successor = Server(world)
+    successor.script.failing["disks.reconcile"] = StorageError("device busy")
+    async with successor:
+        successor.check([kept.id])
+
+
 async def test_start_that_fails_can_be_repeated(world: World) -> None:
     async with Server(world) as server:
         sandbox = await server.orchestrator.create(wish())
@@ -246,10 +265,13 @@ async def test_stray_files_of_any_kind_are_removed(world: World) -> None:
     (sandboxes / "file").write_text("x")
     (sandboxes / "directory").mkdir()
     (sandboxes / "directory" / "disk.raw").write_text("x")
+    (sandboxes / ".hidden").mkdir()
+    (sandboxes / "i0123456789abcdefghi").mkdir()
     outside = world.home / "outside"
     outside.mkdir()
     (outside / "precious").write_text("x")
     (sandboxes / "link").symlink_to(outside)
     async with Server(world) as server:
         server.check([])
+        assert server.script.seen.count("disks.remove") == 4, "`.hidden` is no id of a sandbox, so it had no disk"
     assert os.listdir(outside) == ["precious"]  # noqa: PTH208

@@ -95,7 +95,7 @@ async def test_file_is_for_its_owner_only(journal: Journal, tmp_path: Path) -> N
 
 async def test_one_whole_life(journal: Journal) -> None:
     one, claim = sandbox(), KeyClaim("k", "digest")
-    taken = [Resource(ResourceKind.DIRECTORY, "/d"), Resource(ResourceKind.MACHINE, "i1")]
+    taken = [Resource(kind, "i1") for kind in (ResourceKind.DIRECTORY, ResourceKind.DISK, ResourceKind.MACHINE)]
     slot = Slot(3, "aenv3", IPv4Address("10.200.0.14"), IPv4Address("10.200.0.13"), "aenv3h")
     record = MachineRecord("qemu", "7.2", 42, 99, "/d", "/dev/shm/i1.mem")
     await journal.begin_start(one, taken, claim, START)

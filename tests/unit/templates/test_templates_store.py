@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_layers import FakeLayers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,18 +57,20 @@ def settings(tmp_path: Path) -> Settings:
 
 
 @pytest.fixture
-def store(settings: Settings) -> TemplateStore:
-    return TemplateStore(settings.paths, settings)
+def layers(tmp_path: Path) -> FakeLayers:
+    return FakeLayers(tmp_path / "layers")
 
 
-def _template(settings: Settings, template_id: str, *names: str) -> Template:
-    directory = settings.paths.template(template_id)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "rootfs.ext4").write_bytes(b"image")
+@pytest.fixture
+def store(settings: Settings, layers: FakeLayers) -> TemplateStore:
+    return TemplateStore(settings.paths, settings, layers.as_store())
+
+
+def _template(layers: FakeLayers, template_id: str, *names: str) -> Template:
     return Template(
         template_id=template_id,
         names=names,
-        rootfs=directory / "rootfs.ext4",
+        layers=(layers.add(f"{template_id} below {names}"), layers.add(f"{template_id} above {names}")),
         vcpus=1,
         memory_mib=256,
         disk_mib=1024,
@@ -77,85 +80,94 @@ def _template(settings: Settings, template_id: str, *names: str) -> Template:
     )
 
 
-async def test_a_registered_template_is_found_by_id_and_by_every_name(settings: Settings, store: TemplateStore) -> None:
-    template = _template(settings, "t1", "web", "web-server")
+async def test_a_registered_template_is_found_by_id_and_by_every_name(layers: FakeLayers, store: TemplateStore) -> None:
+    template = _template(layers, "t1", "web", "web-server")
     store.register(template)
     for reference in ("t1", "web", " WEB ", "team/web-server:default"):
         assert await store.resolve(reference) == template
     assert await store.list() == (template,)
+    assert layers.owned == {"template:t1": template.layers}
 
 
 @pytest.mark.parametrize("reference", ["other", "web:v2", "team/other"])
-async def test_unknown_templates_and_tags(settings: Settings, store: TemplateStore, reference: str) -> None:
-    store.register(_template(settings, "t1", "web"))
+async def test_unknown_templates_and_tags(layers: FakeLayers, store: TemplateStore, reference: str) -> None:
+    store.register(_template(layers, "t1", "web"))
     with pytest.raises(TemplateNotFoundError, match=f"template '{reference}' not found"):
         await store.resolve(reference)
 
 
-async def test_a_template_may_follow_the_settings(settings: Settings, store: TemplateStore) -> None:
-    store.register(_template(settings, "t1", "web"), follow_defaults=True)
+async def test_a_template_may_follow_the_settings(layers: FakeLayers, store: TemplateStore) -> None:
+    store.register(_template(layers, "t1", "web"), follow_defaults=True)
     template = await store.resolve("web")
     assert (template.vcpus, template.memory_mib, template.disk_mib) == (3, 777, 1024)
 
 
-async def test_registering_again_replaces_and_leaves_no_draft(settings: Settings, store: TemplateStore) -> None:
-    store.register(_template(settings, "t1", "old"))
-    store.register(_template(settings, "t1", "new"))
+async def test_registering_again_replaces_and_leaves_no_draft(
+    settings: Settings, layers: FakeLayers, store: TemplateStore
+) -> None:
+    store.register(_template(layers, "t1", "old"))
+    new = _template(layers, "t1", "new")
+    store.register(new)
     assert [template.names for template in await store.list()] == [("new",)]
-    assert {path.name for path in settings.paths.template("t1").iterdir()} == {MANIFEST, "rootfs.ext4"}
+    assert {path.name for path in settings.paths.template("t1").iterdir()} == {MANIFEST}
+    assert layers.owned == {"template:t1": new.layers}, "the old layers may go"
 
 
 async def test_a_failed_registration_keeps_the_old_one(
-    settings: Settings, store: TemplateStore, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, layers: FakeLayers, store: TemplateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.register(_template(settings, "t1", "old"))
+    old = _template(layers, "t1", "old")
+    store.register(old)
 
     def full(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(AssetError, match="No space left"):
-        store.register(_template(settings, "t1", "new"))
-    assert (await store.resolve("old")).template_id == "t1"
-    assert {path.name for path in settings.paths.template("t1").iterdir()} == {MANIFEST, "rootfs.ext4"}
+        store.register(_template(layers, "t1", "new"))
+    assert await store.resolve("old") == old
+    assert {path.name for path in settings.paths.template("t1").iterdir()} == {MANIFEST}
+    assert set(old.layers) <= set(layers.owned["template:t1"])
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "{}", '{"rootfs": 1}', '{"template_id": "x", "names": null, "rootfs": "rootfs.ext4"}'],
+    ["", "{", "[]", "null", "{}", '{"layers": 1}', '{"template_id": "x", "names": null, "layers": []}'],
 )
 async def test_a_damaged_manifest_hides_only_its_own_template(
-    settings: Settings, store: TemplateStore, text: str
+    settings: Settings, layers: FakeLayers, store: TemplateStore, text: str
 ) -> None:
-    good = _template(settings, "good")
+    good = _template(layers, "good")
     store.register(good)
-    _template(settings, "bad")
+    settings.paths.template("bad").mkdir()
     (settings.paths.template("bad") / MANIFEST).write_text(text)
     assert await store.list() == (good,)
 
 
-async def test_a_template_without_its_image_is_not_offered(settings: Settings, store: TemplateStore) -> None:
-    template = _template(settings, "t1")
+async def test_a_template_without_one_of_its_layers_is_not_offered(layers: FakeLayers, store: TemplateStore) -> None:
+    template = _template(layers, "t1")
     store.register(template)
-    template.rootfs.unlink()
+    layers.known.discard(template.layers[1])
     with pytest.raises(TemplateNotFoundError):
         await store.resolve("t1")
 
 
-async def test_an_image_outside_of_the_directory_is_never_opened(settings: Settings, store: TemplateStore) -> None:
-    store.register(_template(settings, "t1"))
-    manifest = settings.paths.template("t1") / MANIFEST
-    content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**content, "rootfs": "/etc/../etc/passwd"}))
-    with pytest.raises(TemplateNotFoundError):
-        await store.resolve("t1")
+def test_layers_that_the_store_lacks_are_not_registered(
+    settings: Settings, layers: FakeLayers, store: TemplateStore
+) -> None:
+    for missing in ((), ("sha256:" + 64 * "0",)):
+        with pytest.raises(AgentEnvError):
+            store.register(replace(_template(layers, "t1"), layers=missing))
+    assert list(settings.home.rglob(MANIFEST)) == []
+    assert layers.owned == {}
 
 
 @pytest.mark.parametrize("template_id", ["../x", "A", "a b", "a.b"])
-def test_malformed_ids_are_not_registered(settings: Settings, store: TemplateStore, template_id: str) -> None:
-    template = Template(template_id, (), settings.home / "x", 1, 256, 1024)
+def test_malformed_ids_are_not_registered(
+    settings: Settings, layers: FakeLayers, store: TemplateStore, template_id: str
+) -> None:
     with pytest.raises(AgentEnvError):
-        store.register(template)
+        store.register(_template(layers, template_id))
     assert list(settings.home.rglob(MANIFEST)) == []
 
 

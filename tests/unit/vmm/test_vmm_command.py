@@ -30,7 +30,7 @@ CONFIG = MachineConfig(
     initramfs=Path("/assets/initramfs"),
     vcpus=2,
     memory_mib=512,
-    disks=(Disk(Path("/d/disk, with comma.qcow2"), DiskFormat.QCOW2), Disk(Path("data.raw"), read_only=True)),
+    disks=(Disk(Path("/d/disk, with comma.raw")), Disk(Path("data.raw"), read_only=True)),
     interface=NetworkInterface(Path("/run/netns/slot"), "tap0", "02:fc:00:00:00:05"),
     guest_network=GuestNetwork("169.254.0.21/30", "169.254.0.22", "169.254.0.22", 1400),
     extra_arguments=("foo=bar", "baz"),
@@ -94,11 +94,11 @@ def test_disks_in_order_with_their_formats() -> None:
     nodes = [json.loads(value) for value in arguments_of()["-blockdev"]]
     assert [(node["driver"], node["node-name"]) for node in nodes] == [
         ("file", "file0"),
-        ("qcow2", "disk0"),
+        ("raw", "disk0"),
         ("file", "file1"),
         ("raw", "disk1"),
     ]
-    assert nodes[0]["filename"] == "/d/disk, with comma.qcow2"
+    assert nodes[0]["filename"] == "/d/disk, with comma.raw"
     assert [node["read-only"] for node in nodes] == [False, False, True, True]
     assert all(node["discard"] == "unmap" for node in nodes)
     assert "detect-zeroes" not in nodes[3], "QEMU refuses it for a read-only node"
