@@ -19,6 +19,9 @@ use crate::record::SECTOR;
 use crate::upper::{Mode, Upper};
 use crate::{Error, Result};
 
+/// Runs of sectors that a discard looks for before it records them.
+const DISCARD_BATCH: usize = 4096;
+
 /// What a part of the device consists of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExtentKind {
@@ -195,9 +198,16 @@ impl Stack {
         let _writer = self.pass_gate();
         let state = self.state();
         let upper = state.upper()?;
+        let mut shown = Vec::new();
         state.view().shown(lba, length / SECTOR, |lba, sectors| {
-            upper.zero(lba, sectors)
-        })
+            shown.push((lba, sectors));
+            if shown.len() == DISCARD_BATCH {
+                upper.zero(&shown)?;
+                shown.clear();
+            }
+            Ok(())
+        })?;
+        upper.zero(&shown)
     }
 
     /// Make a range read as zeros. The same as [`Stack::discard`].

@@ -15,7 +15,7 @@ use crate::Result;
 const MAX_APPEND_BYTES: usize = 4 << 20;
 /// Pieces that are looked up at a time.
 const BATCH: usize = 16;
-/// Records that a long zeroed run writes at a time.
+/// Zeroed records that are written at a time.
 const ZERO_BATCH: usize = 4096;
 static ZEROES: [u8; 65536] = [0; 65536];
 
@@ -46,25 +46,34 @@ impl Upper {
         }
     }
 
-    /// Make whole sectors read as zeros, whatever lies below.
-    pub(crate) fn zero(&self, lba: u64, sectors: u64) -> Result<()> {
-        let mut replaced = Vec::new();
-        let batch = ZERO_BATCH as u64 * u64::from(MAX_WRITTEN_LENGTH);
-        let end = lba + sectors;
-        let mut position = lba;
-        while position < end {
-            let length = (end - position).min(batch);
-            self.publish(&records(position, length, None), &mut |range| {
-                push_fused(&mut replaced, range)
-            })?;
-            // A log keeps what was overwritten, so that each of its earlier states can be found again after a crash.
-            if self.mode != Mode::Append {
-                for range in replaced.drain(..) {
-                    self.give_back(range)?;
+    /// Make runs of whole sectors (first, count) read as zeros, whatever lies below.
+    pub(crate) fn zero(&self, runs: &[(u64, u64)]) -> Result<()> {
+        let mut batch = Vec::new();
+        for &(lba, sectors) in runs {
+            let end = lba + sectors;
+            let mut position = lba;
+            while position < end {
+                let room = (ZERO_BATCH - batch.len()) as u64 * u64::from(MAX_WRITTEN_LENGTH);
+                let length = (end - position).min(room);
+                batch.extend(records(position, length, None));
+                position += length;
+                if batch.len() == ZERO_BATCH {
+                    self.publish_zeroes(&batch)?;
+                    batch.clear();
                 }
             }
-            replaced.clear();
-            position += length;
+        }
+        self.publish_zeroes(&batch)
+    }
+
+    fn publish_zeroes(&self, records: &[Unplaced]) -> Result<()> {
+        let mut replaced = Vec::new();
+        self.publish(records, &mut |range| push_fused(&mut replaced, range))?;
+        // A log keeps what was overwritten, so that each of its earlier states can be found again after a crash.
+        if self.mode != Mode::Append {
+            for range in replaced {
+                self.give_back(range)?;
+            }
         }
         Ok(())
     }
@@ -137,6 +146,9 @@ impl Upper {
 
     /// Append records to the index file and put them into the map.
     fn publish(&self, records: &[Unplaced], replaced: &mut dyn FnMut(Range<u64>)) -> Result<()> {
+        if records.is_empty() {
+            return Ok(());
+        }
         let mut log = self.lock_log();
         if let Some(index) = &self.index {
             let mut data_end = log.data_end;
