@@ -335,6 +335,8 @@ class DiskStore:
             async for event in events:
                 if event.device in self._known and event.kind in get_args(EventKind):
                     message = event.message or _EVENT_WORDS[event.kind]
+                    if event.kind == "no_space":
+                        self._collect_soon()
                     self._tell(DiskEvent(event.device, cast(EventKind, event.kind), message))
 
     def _tell(self, event: DiskEvent) -> None:

@@ -50,6 +50,24 @@ def _copy(source: Path, draft: Path) -> None:
         os.close(reading)
 
 
+def remove_tree(path: Path) -> int:
+    """Remove a file or a directory with its files; it may be missing.
+
+    Returns:
+        Bytes that this gives back: those of files that have no other name.
+    """
+    try:
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            path.unlink()
+            return status.st_blocks * 512 if status.st_nlink == 1 else 0
+        freed = sum(remove_tree(entry) for entry in path.iterdir())
+        path.rmdir()
+    except FileNotFoundError:
+        return 0
+    return freed
+
+
 def is_whole(path: Path, size: int) -> bool:
     """Whether a file is there with the size that it must have."""
     try:

@@ -17,7 +17,7 @@ import structlog
 
 from agentenv.errors import AgentEnvError, InsufficientStorageError, LayerError
 from agentenv.storage import layer_index
-from agentenv.storage.layer_files import bring, is_whole, sync, worded
+from agentenv.storage.layer_files import bring, is_whole, remove_tree, sync, worded
 from agentenv.storage.layer_index import LayerIndex
 from agentenv.storage.layer_tools import LayerFacts, LayerTools, NativeLayerTools
 
@@ -160,16 +160,21 @@ class LayerStore:
         The file is removed at the end of the context, or once this process has ended. It does not exist yet.
         """
         name = secrets.token_hex(16)
-        path = self._incoming / name
+        # A directory of its own: whoever writes the file may need another one beside it meanwhile.
+        directory = self._incoming / name
         try:
             with self._index.writing(durable=False) as connection:
                 layer_index.add_lease(connection, name, ())
-            yield path
+            try:
+                directory.mkdir(mode=0o700)
+            except OSError as error:
+                raise worded(error, f"cannot make a draft in the layer store {self._directory}") from error
+            yield directory / "layer"
         finally:
             try:
-                path.unlink(missing_ok=True)
+                remove_tree(directory)
             except OSError as error:  # a collection tries again
-                log.warning("draft_not_removed", path=str(path), error=str(error))
+                log.warning("draft_not_removed", path=str(directory), error=str(error))
             self._end_lease(name)
 
     @contextmanager
@@ -300,11 +305,9 @@ class LayerStore:
             strays += [path for path in self._entries(self._files) if f"sha256:{path.name}" not in known]
             for path in strays:
                 try:
-                    status = path.lstat()
-                    path.unlink()
+                    freed += remove_tree(path)
                 except OSError as error:
                     raise worded(error, f"cannot remove the leftover {path} of the layer store") from error
-                freed += status.st_blocks * 512 if status.st_nlink == 1 else 0
                 leftovers += 1
                 log.info("layer_leftover_removed", path=str(path))
         if dead:

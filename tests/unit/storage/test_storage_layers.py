@@ -31,6 +31,7 @@ def store(tmp_path: Path) -> Iterator[LayerStore]:
 
 
 def stored_files(store: LayerStore) -> set[str]:
+    assert len(files_below(store.directory / "incoming")) >= len(list((store.directory / "incoming").iterdir()))
     return files_below(store.directory) - INDEX
 
 
@@ -230,6 +231,7 @@ def test_drafts_end_with_their_context(store: LayerStore) -> None:
         layer = store.import_file(path, owner="o")
     with store.draft() as path:
         path.write_bytes(b"never finished")
+        (path.parent / "beside").write_bytes(b"what a writer needed meanwhile")
     with pytest.raises(RuntimeError), store.draft() as path:
         path.write_bytes(b"never finished")
         raise RuntimeError
@@ -246,7 +248,7 @@ WORKER = textwrap.dedent(
 
     class SlowTools(ToyTools):
         def verify(self, path):
-            print("verifying", path.name, flush=True)
+            print("verifying", path.parent.name, flush=True)
             sys.stdin.readline()
             return super().verify(path)
     """
@@ -284,7 +286,7 @@ def test_an_import_of_another_process_is_left_alone_until_that_process_is_killed
         draft = worker.stdout.readline().split()[1]
         store.drop("p")
         assert store.collect_garbage() == store.recover()
-        assert stored_files(store) == {f"incoming/{draft}", f"sha256/{leased.path.name}"}
+        assert stored_files(store) == {f"incoming/{draft}/layer", f"sha256/{leased.path.name}"}
         worker.kill()
     assert store.recover().leftovers == 1
     assert stored_files(store) == {f"sha256/{leased.path.name}"}
