@@ -365,9 +365,9 @@ proptest! {
         prop_assert!(meaning(&a_bc) == meaning(&abc) && meaning(&ab_c) == meaning(&abc));
         prop_assert_eq!(runs(&merged(&[open(&abc)], true)), runs(&abc));
         let stack = stack_of(&[a, b, c]);
-        prop_assert!(read_all(&stack) == read_all(&stack_of(&[abc.clone()])));
+        prop_assert!(read_all(&stack) == read_all(&stack_of(std::slice::from_ref(&abc))));
         let bottom = merged(stack.lowers().layers(), false);
-        prop_assert!(read_all(&stack_of(&[bottom.clone()])) == read_all(&stack));
+        prop_assert!(read_all(&stack_of(std::slice::from_ref(&bottom))) == read_all(&stack));
         prop_assert_eq!(layer(&bottom).unwrap().zero_records(), 0);
     }
 
