@@ -100,14 +100,18 @@ class BlockDaemonProcess:
             raise StorageError(
                 f"cannot open the block daemon {self._binary}: {error.strerror}; run `make setup`"
             ) from error
-        found = await self._find()
-        if found is not None and not await asyncio.to_thread(self._is_current, found):
-            await self._end(found.process)
-            found = None
-        if found is None:
-            found = await self._launch()
-        else:
-            log.info("block_daemon_adopted", pid=found.process.pid, version=found.greeting.version)
+        try:
+            found = await self._find()
+            if found is not None and not await asyncio.to_thread(self._is_current, found):
+                await self._end(found.process)
+                found = None
+            if found is None:
+                found = await self._launch()
+            else:
+                log.info("block_daemon_adopted", pid=found.process.pid, version=found.greeting.version)
+        except BaseException:
+            self._close_program()
+            raise
         self._process = found.process
         self._logs.add(self._log_file)
         self._up.set()

@@ -61,7 +61,7 @@ class DiskRecords:
 
     def owns(self, path: Path) -> bool:
         """Whether a directory is that of a disk."""
-        return path.parent in (self._directory, self._directory.resolve())
+        return path.parent == self._directory or path.parent.resolve() == self._directory.resolve()
 
     def ids(self) -> frozenset[str]:
         """Disks that have a directory."""

@@ -243,15 +243,17 @@ class DiskStacks:
 
     def _remove_captured(self, disk_id: str) -> None:
         """Remove the second names of layers of the store. Other captured layers belong to a restack that goes on."""
+        digests = self._layers.references(owner_of(disk_id))
         try:
             stored = {
                 (status.st_dev, status.st_ino)
-                for digest in self._layers.references(owner_of(disk_id))
+                for digest in digests
                 for status in [self._layers.get(digest).path.stat()]
             }
             for path in self._records.captured(disk_id):
                 status = path.stat()
-                if (status.st_dev, status.st_ino) in stored:
+                # Where the store could not link the file, it has a copy.
+                if (status.st_dev, status.st_ino) in stored or self._layers.tools.inspect(path).digest in digests:
                     path.unlink()
         except OSError as error:
             raise worded(error, f"cannot remove a captured layer of disk {disk_id}") from error

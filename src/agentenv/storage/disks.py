@@ -166,7 +166,8 @@ class DiskStore:
             What was removed or opened again, in words for the log.
 
         Raises:
-            StorageError: a disk cannot be removed. A disk in `keep` that does not open is an event (`failed`).
+            StorageError: a disk cannot be removed; all else was done. A disk in `keep` that does not open is no error,
+                but an event (`failed`).
         """
         devices = await self._stacks.devices()
         ids = await asyncio.to_thread(self._records.ids)
@@ -174,13 +175,19 @@ class DiskStore:
         for prefix in (OWNER_PREFIX, merge_owner("")):
             found = await asyncio.to_thread(self._layers.owners_with_prefix, prefix)
             owners.update(owner.removeprefix(prefix) for owner in found)
-        done = []
-        for disk_id in sorted((devices.keys() | ids | owners) - set(keep)):
-            await self.remove(disk_id)
-            done.append(f"removed disk {disk_id}")
         self._known = set(keep)
-        opened = await self._settle_all(sorted(keep))
+        done: list[str] = []
+        failures: list[str] = []
+        for disk_id in sorted((devices.keys() | ids | owners) - self._known):
+            try:
+                await self.remove(disk_id)
+                done.append(f"removed disk {disk_id}")
+            except AgentEnvError as error:
+                failures.append(f"{disk_id}: {error.message}")
+        opened = await self._settle_all(sorted(self._known))
         self._collect_soon()
+        if failures:
+            raise StorageError(f"{len(failures)} disks that nobody needs cannot be removed; {failures[0]}")
         return [*done, *(f"opened disk {disk_id} again" for disk_id in opened)]
 
     async def usage(self, disk_id: str) -> int:

@@ -429,7 +429,7 @@ class LayerStore:
     def digest_of(self, path: Path) -> str | None:
         """The digest that a path of this store stands for, None for any other path."""
         digest = f"sha256:{path.name}"
-        ours = path.parent in (self._files, self._files.resolve())
+        ours = path.parent == self._files or path.parent.resolve() == self._files.resolve()
         return digest if ours and _DIGEST.fullmatch(digest) else None
 
     def _path(self, digest: str) -> Path:

@@ -439,6 +439,37 @@ async def test_reconcile_keeps_removes_and_opens_again(world: World) -> None:
     await again.disks.close()
 
 
+async def test_a_stray_that_cannot_be_removed_does_not_stop_the_others(world: World) -> None:
+    for name in ("kept", "stray-1", "stray-2"):
+        await world.create(name)
+    await ask(world.socket, "fake_lose", device="kept")
+    again = await restarted(world)
+    await ask(world.socket, "fake_refuse", method="close", code="io")
+    with pytest.raises(StorageError, match=r"1 disks .* cannot be removed; stray-1: close of block device"):
+        await again.disks.reconcile(["kept"])
+    await again.check("kept", {"0": "base", "1": "base"})
+    assert await again.disks.reconcile(["kept"]) == ["removed disk stray-1"]
+    await again.disks.close()
+
+
+async def test_a_home_that_is_reached_by_another_name(world: World) -> None:
+    await world.create("one")
+    await world.write("one", 0, "first")
+    await world.disks.close()
+    other_name = world.home / "link"
+    other_name.symlink_to(world.home)
+    layers = LayerStore(other_name / "layers", ToyTools())
+    disks = DiskStore(world.daemon, layers, other_name / "disks", max_chain_depth=4)
+    await disks.start()
+    assert await disks.reconcile(["one"]) == []
+    await disks.capture("one")
+    assert (await world.read("one"))["0"] == "first"
+    assert await disks.reconcile([]) == ["removed disk one"]
+    await disks.close()
+    layers.close()
+    other_name.unlink()
+
+
 async def test_a_note_of_the_daemon_that_is_damaged_is_made_again(world: World) -> None:
     await world.create("one")
     await world.write("one", 3, "x")
@@ -449,7 +480,14 @@ async def test_a_note_of_the_daemon_that_is_damaged_is_made_again(world: World) 
     note = world.home / "blockd" / "devices" / "one.json"
     note.write_text(json.dumps({**device, "exports": [], "error": "damaged"}))
     os.kill(pid, signal.SIGKILL)
-    await eventually(lambda: '"lowers": ["' in note.read_text())
+
+    def made_again() -> bool:
+        try:
+            return str(world.sandbox("one") / "disk.sock") in note.read_text()
+        except FileNotFoundError:
+            return False
+
+    await eventually(made_again)
     await world.check("one", {"0": "base", "1": "base", "3": "x"})
 
 
