@@ -8,10 +8,9 @@ use std::sync::Arc;
 use lsmt_support::base::*;
 use lsmt_support::world::merged;
 use lsmt_support::*;
-use overlaybd::commit::{commit_upper, CommitOptions, LayerWriter};
 use overlaybd::io::ReadAt;
 use overlaybd::layer::{Layer, MAX_WRITTEN_RECORDS};
-use overlaybd::stack::{Extent, ExtentKind, Lowers, Stack, MAX_LAYERS};
+use overlaybd::stack::{Lowers, Stack, MAX_LAYERS};
 use overlaybd::upper::{Mode, Upper};
 use overlaybd::Error;
 
