@@ -10,6 +10,7 @@ use crate::device::uppers::UpperDirectory;
 use crate::device::StackDevice;
 use crate::error::{Error, Result};
 use crate::export::Stop;
+use crate::fail_point::fail_point;
 use crate::state::{DeviceRecord, Durability, UpperMode, UpperRecord, VERSION};
 
 impl Daemon {
@@ -85,6 +86,7 @@ impl Daemon {
                 Err(Error::NoSpace(_)) => {}
                 result => result?,
             }
+            fail_point("closing");
         } else if let Some(open) = device.open.as_mut() {
             self.finish_restack(name, &mut device.record, open)?;
         }
@@ -214,7 +216,9 @@ impl Daemon {
         let mut upper = None;
         if let Some(upper_record) = record.upper.as_mut() {
             let mut directory = UpperDirectory::lock(upper_record)?;
-            let opened = directory.open_or_create(upper_record)?;
+            let below = lowers.layers().last().map(|layer| layer.uuid());
+            let opened =
+                directory.open_or_create(upper_record, below.filter(|uuid| !uuid.is_nil()))?;
             if opened.virtual_size() == 0
                 && upper_record.virtual_size == 0
                 && lowers.virtual_size() == 0

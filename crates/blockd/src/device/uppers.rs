@@ -72,12 +72,17 @@ impl UpperDirectory {
         record.directory.join(DATA).exists()
     }
 
-    /// Open the upper, or make it if `record` says that it was not made yet.
+    /// Open the upper, or make it if `record` says that it was not made yet. It stands on the
+    /// layer `parent_uuid` then.
     ///
     /// # Errors
     /// `NotFound` when files that were made are missing, `Conflict` when another process has them, `BadLayer`, `NoSpace`,
     /// `Io`.
-    pub fn open_or_create(&mut self, record: &UpperRecord) -> Result<Upper> {
+    pub fn open_or_create(
+        &mut self,
+        record: &UpperRecord,
+        parent_uuid: Option<Uuid>,
+    ) -> Result<Upper> {
         if self.header(DATA)?.is_some() {
             return self.open();
         }
@@ -92,7 +97,7 @@ impl UpperDirectory {
             mode: self.library_mode(),
             virtual_size: record.virtual_size,
             uuid: None,
-            parent_uuid: None,
+            parent_uuid,
             user_tag: Vec::new(),
         })?;
         self.promote_next()?;

@@ -13,7 +13,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::BlockBackend;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::socket;
 use crate::workers::Workers;
 
 pub mod kernel_nbd;
@@ -75,7 +76,13 @@ impl ExportRecord {
 /// When the kernel refuses.
 pub fn remove_left(device: &str, record: &ExportRecord) -> Result<()> {
     match record {
-        ExportRecord::Nbd { .. } => Ok(()),
+        ExportRecord::Nbd { path } => match socket::unlink(path) {
+            // What is no socket is not ours.
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
+            result => {
+                result.map_err(|error| Error::io(format_args!("remove {}", path.display()), &error))
+            }
+        },
         ExportRecord::Ublk { number, .. } => ublk::remove_left(device, *number),
         ExportRecord::KernelNbd { number, .. } => kernel_nbd::remove_left(device, *number),
     }
