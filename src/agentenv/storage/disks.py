@@ -284,8 +284,7 @@ class DiskStore:
     @asynccontextmanager
     async def _changing(self, disk_id: str) -> AsyncIterator[None]:
         """Hold a disk whose chain is changed; what an earlier change left in the middle is settled before."""
-        async with self._locked(disk_id):
-            self._changes += 1
+        async with self._locked(disk_id), self._counted():
             if disk_id in self._unsettled:
                 await self._settle(disk_id)
             self._unsettled.add(disk_id)
@@ -298,6 +297,14 @@ class DiskStore:
                     log.warning("disk_not_settled", disk=disk_id, error=error.message)
                 raise
             self._unsettled.discard(disk_id)
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        self._changes += 1
+        try:
+            yield
+        finally:  # a list that was made meanwhile is old, too
+            self._changes += 1
 
     async def _settle(
         self, disk_id: str, devices: Mapping[str, Device] | None = None, *, merging: bool | None = None

@@ -523,6 +523,21 @@ async def test_after_the_daemon_died_disks_are_checked(world: World) -> None:
     assert world.events == []
 
 
+async def test_a_check_does_not_take_a_capture_under_way_for_a_change(world: World) -> None:
+    await world.create("one")
+    await world.write("one", 0, "first")
+    await ask(world.socket, "fake_hold", method="replace")
+    capturing = asyncio.create_task(world.disks.capture("one"))
+    await eventually(lambda: len(world.layers.references("disk:one")) == 2)
+    checking = asyncio.create_task(world.disks._after_restart())
+    # Its list still has the layer beside the upper, and it waits for the capture, which will move it.
+    await eventually(lambda: world.disks._locks["one"][1] == 2)
+    await ask(world.socket, "fake_release", method="replace")
+    await asyncio.gather(capturing, checking)
+    assert world.events == []
+    await world.check("one", {"0": "first", "1": "base"})
+
+
 async def test_a_disk_that_does_not_come_back_is_an_event(world: World) -> None:
     await world.create("one")
     pid = world.daemon.pid
