@@ -14,7 +14,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{mpsc, Arc};
 use std::thread::JoinHandle;
 
-use libublk::ctrl::{UblkCtrl, UblkCtrlBuilder};
+use io_uring::squeue::Entry128;
+use io_uring::IoUring;
+use libublk::ctrl::{ublk_init_ctrl_task_ring, UblkCtrl, UblkCtrlBuilder};
 use libublk::io::UblkDev;
 use libublk::{sys, UblkError, UblkFlags};
 
@@ -25,6 +27,8 @@ use crate::workers::THREAD_STACK;
 use queue::Mailbox;
 
 const CONTROL: &str = "/dev/ublk-control";
+/// Requests of one thread to the driver; there is one at a time.
+const CONTROL_RING: u32 = 4;
 const SYSFS: &str = "/sys/class/ublk-char";
 /// Largest request, bytes. Each of `queues` × `depth` requests has a buffer of this size; memory is taken when it is used.
 const REQUEST_BYTES: u32 = 128 * 1024;
@@ -358,6 +362,7 @@ impl Export for Ublk {
     }
 
     fn resized(&self) -> Result<()> {
+        prepare_thread().map_err(|error| failed(self.number, "resize", &error))?;
         checked(self.control.update_size(self.backend.size())).map_err(|error| {
             Error::Unsupported(format!(
                 "/dev/ublkb{} keeps its size: growing it needs Linux 6.16 or newer ({error})",
@@ -372,17 +377,28 @@ impl Export for Ublk {
             return Ok(());
         }
         // The queues answer what is in flight and end when the kernel tells them so.
-        let stopped = checked(self.control.stop_dev());
+        let stopped = prepare_thread().and_then(|()| checked(self.control.stop_dev()));
         if stopped.is_err() {
             self.end_queues();
         }
         self.join_queues();
         // Without waiting: somebody may have the device open for as long as he likes.
-        let deleted = self.control.del_dev_async().map(|_| ());
         stopped
-            .and(deleted)
+            .and_then(|()| self.control.del_dev_async())
+            .map(|_| ())
             .map_err(|error| failed(self.number, "remove", &error))
     }
+}
+
+/// Gives this thread the ring over which the library talks to the kernel. It does so by itself only for the thread that
+/// makes a control.
+fn prepare_thread() -> std::result::Result<(), UblkError> {
+    ublk_init_ctrl_task_ring(|ring| {
+        if ring.is_none() {
+            *ring = Some(IoUring::<Entry128>::builder().build(CONTROL_RING)?);
+        }
+        Ok(())
+    })
 }
 
 /// The library reports "busy" as a success with a negative result.
