@@ -133,6 +133,8 @@ class Compactor:
 
     async def _compact(self, disk_id: str) -> None:
         chain = await self._chain(disk_id)
+        if choose_run([0] * len(chain.digests), chain.base_layers, self._max_depth) is None:
+            return
         # Captures come at the top and nobody else changes the chain, so that the run stays where it is.
         merging = asyncio.ensure_future(asyncio.to_thread(self._merge, disk_id, chain))
         try:

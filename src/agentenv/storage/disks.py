@@ -185,6 +185,8 @@ class DiskStore:
             except AgentEnvError as error:
                 failures.append(f"{disk_id}: {error.message}")
         opened = await self._settle_all(sorted(self._known))
+        for disk_id in sorted(self._known):
+            self._compactor.consider(disk_id)
         self._collect_soon()
         if failures:
             raise StorageError(f"{len(failures)} disks that nobody needs cannot be removed; {failures[0]}")

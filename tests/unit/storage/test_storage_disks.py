@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
+import sys
+import textwrap
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -406,6 +409,71 @@ async def test_a_server_that_dies_at_any_step(
     await again.disks.compacted()
     await again.check("one", expected | {"5": "z"})
     await again.disks.close()
+
+
+SERVER = textwrap.dedent(
+    """
+    import asyncio, sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    from agentenv.storage import daemon as daemon_module
+    from agentenv.storage.daemon import BlockDaemonProcess
+    from agentenv.storage.disks import DiskStore
+    from agentenv.storage.layers import LayerStore
+    from unit.storage.storage_fakes import ToyTools, ask
+
+    async def main(home):
+        daemon_module._runs = lambda pid, binary: True
+        run = home / "run"
+        daemon = BlockDaemonProcess(
+            home / "fake-blockd", state=home / "blockd", socket=run / "blockd.sock", log_file=run / "blockd.log"
+        )
+        await daemon.start()
+        disks = DiskStore(daemon, LayerStore(home / "layers", ToyTools()), home / "disks", max_chain_depth=4)
+        await disks.start()
+        await disks.reconcile(["one"])
+        for number in range(1_000_000):
+            await ask(run / "blockd.sock", "fake_write", device="one", block=number, text=sys.argv[3])
+            print("written", number, flush=True)
+            await disks.capture("one")
+
+    asyncio.run(main(Path(sys.argv[2])))
+    """
+)
+
+
+async def test_a_server_that_is_killed_while_it_captures_and_merges(world: World) -> None:
+    await world.create("one")
+    expected = {"0": "base", "1": "base"}
+    dice = random.Random(7)
+    for turn in range(6):
+        await world.disks.close()
+        server = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", SERVER, str(Path(__file__).parents[2]), str(world.home), f"turn {turn}"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert server.stdout is not None
+        written = 0
+        for _ in range(dice.randint(3, 9)):
+            while not (line := await server.stdout.readline()).startswith(b"written"):
+                assert line, "the server ended by itself"
+            written = int(line.split()[1])
+        await asyncio.sleep(dice.random() * 0.03)  # any moment of the capture or merge under way
+        server.kill()
+        rest = await server.stdout.read()
+        await server.wait()
+        written += rest.count(b"written")
+        expected |= {str(number): f"turn {turn}" for number in range(written + 1)}
+        world = await restarted(world)
+        await world.disks.reconcile(["one"])
+        # One block more may have been written, and not told.
+        if str(written + 1) in await world.read("one"):
+            expected.setdefault(str(written + 1), f"turn {turn}")
+            expected[str(written + 1)] = (await world.read("one"))[str(written + 1)]
+        await world.disks.compacted()
+        await world.check("one", expected)
+        assert world.events == []
+    await world.disks.close()
 
 
 async def test_reconcile_keeps_removes_and_opens_again(world: World) -> None:
