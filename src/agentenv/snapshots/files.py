@@ -189,7 +189,8 @@ class SnapshotDirectory:
             yield lambda: fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             try:
-                if not self.exists():
+                # Once it existed it may have been deleted while somebody loads it: then that one clears away.
+                if not self.exists() and (descriptor < 0 or _is_lockable(descriptor)):
                     remove_tree(self.path)
             finally:
                 if descriptor >= 0:
@@ -234,11 +235,7 @@ class SnapshotDirectory:
         except OSError as error:
             raise worded(error, f"cannot use {self.path}") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        else:
-            return remove_tree(self.path)
+            return _is_lockable(descriptor) and remove_tree(self.path)
         finally:
             os.close(descriptor)
 
@@ -272,6 +269,15 @@ def worded(error: OSError, what: str) -> AgentEnvError:
     if error.errno in _FULL:
         return InsufficientStorageError(f"{what}: the file system is full; delete snapshots or enlarge it")
     return SnapshotError(f"{what}: {error.strerror or error}")
+
+
+def _is_lockable(descriptor: int) -> bool:
+    """Take a lock alone, if nobody else holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _copy(reading: int, writing: int, source: Path) -> tuple[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,22 @@ def test_a_draft_that_is_committed_can_be_loaded_at_once(node: Node) -> None:
         draft.commit(manifest("one", kind=SnapshotKind.FILESYSTEM, disk_layers=(layer,)))
         with _another(node).lease("one") as lease:
             assert lease.disk_layers[0].digest == layer.digest
+
+
+def test_a_snapshot_that_is_deleted_before_its_draft_ends_stays_loadable(node: Node) -> None:
+    source = node.home / "source"
+    source.write_bytes(b"state")
+    with ExitStack() as draft_ends, ExitStack() as lease_ends:
+        draft = draft_ends.enter_context(node.snapshots.draft("one"))
+        layers = (node.add_layer(b"m", draft.owner),), (node.add_layer(b"d", draft.owner),)
+        state = draft.take_state(source)
+        draft.commit(manifest("one", memory_layers=layers[0], disk_layers=layers[1], state=state))
+        lease = lease_ends.enter_context(_another(node).lease("one"))
+        _another(node).delete("one")
+        draft_ends.close()
+        assert lease.state is not None and lease.state.read_bytes() == b"state"
+        lease_ends.close()
+        assert not (node.directory / "one").exists()
 
 
 def test_deletions_race_with_leases(node: Node) -> None:
