@@ -173,6 +173,19 @@ fn contradictions_are_errors() {
             "sizes {first}, {second}"
         );
     }
+
+    // Sizes that could be, but end before or behind the place where the table begins.
+    for change in [-1, 1] {
+        let mut file = good.clone();
+        let size = u32_at(&file, table).wrapping_add_signed(change);
+        file[table..table + 4].copy_from_slice(&size.to_le_bytes());
+        let crc = checksum::raw(0, &file[table..trailer]);
+        patch_zfile(&mut file[trailer..], 64, &crc.to_le_bytes());
+        assert!(
+            matches!(open(file), Err(Error::Format(_))),
+            "sum and {change}"
+        );
+    }
 }
 
 /// Blocks without checksum whose bytes decompress to another length than they must.
