@@ -224,6 +224,10 @@ impl Daemon {
             )));
         };
         let result = work(&mut device.record, open);
+        if open.exports.len() == device.record.exports.len() {
+            // An export that could not be taken back at the start runs now, or is gone.
+            device.error = None;
+        }
         slot.show(guard.as_ref());
         result
     }

@@ -1,5 +1,6 @@
 //! The start: devices that a daemon before had are opened and exported again.
 
+use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::{Arc, PoisonError};
 
 use super::{in_parallel, Daemon, Device, Slot};
@@ -53,7 +54,14 @@ impl Daemon {
             let mut guard = slot.lock();
             let Some(device) = guard.as_mut() else { return };
             if device.error.is_none() {
-                match self.recover_device(device) {
+                // A device that trips over a defect must not keep the others from coming back.
+                let recovered = catch_unwind(AssertUnwindSafe(|| self.recover_device(device)))
+                    .unwrap_or_else(|_| {
+                        Err(Error::Internal(
+                            "a defect of the daemon, see its log".into(),
+                        ))
+                    });
+                match recovered {
                     Ok(()) if device.record.removing => {
                         *guard = None;
                         self.devices

@@ -17,7 +17,7 @@ use super::{Daemon, OpenDevice};
 use crate::device::uppers::{self, UpperDirectory};
 use crate::error::{Error, Result};
 use crate::fail_point::fail_point;
-use crate::state::{DeviceRecord, Durability, RestackRecord, UuidText};
+use crate::state::{DeviceRecord, Durability, RestackRecord, UpperMode, UuidText};
 
 /// A layer that was an upper.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,7 +44,7 @@ impl Daemon {
     /// Seal the upper, move it to `layer`, and go on with a fresh upper, whose UUID is `fresh`.
     ///
     /// # Errors
-    /// `NotFound`, `Conflict` when the device has no upper or `layer` exists, `BadRequest` when it lies in another file
+    /// `NotFound`, `Conflict` when the device has no upper or a sparse one, or `layer` exists, `BadRequest` when it lies in another file
     /// system, `BadLayer` when there are too many layers, `NoSpace`, `Io`. The device goes on in any case.
     pub fn restack(&self, name: &str, layer: &Path, fresh: Option<Uuid>) -> Result<SealedLayer> {
         self.capture(name, layer, Some(fresh.unwrap_or_else(Uuid::new_v4)))
@@ -61,9 +61,14 @@ impl Daemon {
     fn capture(&self, name: &str, layer: &Path, fresh: Option<Uuid>) -> Result<SealedLayer> {
         self.with_open(name, |record, open| {
             self.finish_restack(name, record, open)?;
-            let (Some(_), Some(upper)) = (&record.upper, open.upper.as_mut()) else {
+            let (Some(is), Some(upper)) = (&record.upper, open.upper.as_mut()) else {
                 return Err(Error::Conflict(format!("{name} has no upper")));
             };
+            if fresh.is_some() && is.mode == UpperMode::Sparse {
+                return Err(Error::Conflict(format!(
+                    "{name} has a sparse upper, which cannot stand on layers; it can only be sealed"
+                )));
+            }
             check_target(layer, upper)?;
             record.restack = Some(RestackRecord {
                 layer: layer.into(),

@@ -314,6 +314,7 @@ impl Connection<'_> {
 
     /// Append exactly `length` bytes of the stream. `false` when it ends before.
     fn receive_payload(&mut self, payload: &mut Vec<u8>, length: usize) -> io::Result<bool> {
+        payload.reserve_exact(length);
         let here = length.min(self.receiver.available().len());
         payload.extend_from_slice(&self.receiver.available()[..here]);
         self.receiver.consume(here);
