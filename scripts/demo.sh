@@ -11,8 +11,8 @@ log=$scratch/server.log
 mkfifo "$ready"
 built=$("${AS_ROOT[@]}" .venv/bin/aenv home)
 mkdir "$scratch/home"
-ln -s "$built/assets" "$built/templates" "$scratch/home/"
 export AENV_HOME=$scratch/home
+"${AS_ROOT[@]}" .venv/bin/aenv assets link "$built"
 "${AS_ROOT[@]}" .venv/bin/aenv serve --listen 127.0.0.1:0 --drain >"$ready" 2>"$log" &
 server=$!
 stop() {

@@ -31,8 +31,9 @@ def test_a_new_home_is_provisioned(empty_home: Path) -> None:
             assert sandbox.commands.run("id -un").stdout == "user\n"
 
 
-def test_without_the_guest_program_it_says_what_to_do(empty_home: Path) -> None:
-    server = RunningServer(empty_home, environment={"AENV_GUEST_BINARY": "/nonexistent"})
+@pytest.mark.parametrize("missing", ["AENV_GUEST_BINARY", "AENV_BLOCKD_BINARY"])
+def test_without_one_of_our_programs_it_says_what_to_do(empty_home: Path, missing: str) -> None:
+    server = RunningServer(empty_home, environment={missing: "/nonexistent"})
     ended = subprocess.run(
         [str(AENV), "serve", "--listen", "127.0.0.1:0"],
         env=server.environment,

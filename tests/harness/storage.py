@@ -5,7 +5,6 @@ Nothing here knows what a test checks.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -13,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentenv.cli.provision import link_home
 from agentenv.config import Settings
 from agentenv.guest.assets import load_assets
 from agentenv.storage.daemon import BlockDaemonProcess
@@ -20,7 +20,7 @@ from agentenv.storage.disks import DiskStore
 from agentenv.storage.images import write_stack_to
 from agentenv.storage.layers import LayerStore
 from agentenv.templates.raw_images import layer_of_image
-from agentenv.templates.store import MANIFEST, Template, TemplateStore, owner_of
+from agentenv.templates.store import Template, TemplateStore, owner_of
 from agentenv.vmm.base import Disk
 
 DAEMON_NAME = "aenv-blockd"
@@ -28,14 +28,7 @@ DAEMON_NAME = "aenv-blockd"
 
 def share_built(built: Path, home: Path) -> None:
     """Give an empty home the assets and the base template of another, without copying where that is possible."""
-    (home / "assets").symlink_to(built / "assets")
-    source = built / "templates" / "base" / MANIFEST
-    template = home / "templates" / "base"
-    template.mkdir(parents=True)
-    with closing(LayerStore(built / "layers")) as theirs, closing(LayerStore(home / "layers")) as ours:
-        for digest in json.loads(source.read_text())["layers"]:
-            ours.link_from(theirs, digest, owner=owner_of("base"))
-    (template / MANIFEST).write_text(source.read_text())
+    link_home(Settings(home=home), built)
 
 
 def register_image(home: Path, template_id: str, image: Path) -> Template:

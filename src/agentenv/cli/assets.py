@@ -36,6 +36,21 @@ def build(
     sys.stdout.write(f"kernel {assets.kernel_version}, template base, in {settings.home}\n")
 
 
+@app.command()
+def link(
+    source: Annotated[Path, typer.Argument(help="Another home of this host, which has them.")],
+) -> None:
+    """Take kernel, initramfs, block daemon and base template over from another home: by hard links where possible."""
+    from agentenv.cli.provision import link_home
+
+    try:
+        settings = load_settings()
+        link_home(settings, source)
+    except AgentEnvError as error:
+        raise CommandError(str(error)) from error
+    sys.stdout.write(f"assets and template base of {source}, in {settings.home}\n")
+
+
 def home() -> None:
     """Print the home directory of this configuration."""
     try:

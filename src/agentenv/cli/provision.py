@@ -7,17 +7,21 @@ How they are made is the rooms' business.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentenv.config import Settings
+from agentenv.config import HomePaths, Settings
 from agentenv.errors import AssetError
+from agentenv.guest.assets import MANIFEST as ASSETS_MANIFEST
 from agentenv.guest.assets import GuestAssets, assets_are_current, build_assets
 from agentenv.storage.layers import LayerStore
-from agentenv.templates.base import ensure_base_template
+from agentenv.templates.base import TEMPLATE_ID, ensure_base_template
 from agentenv.templates.raw_images import convert_templates, templates_are_current
+from agentenv.templates.store import MANIFEST as TEMPLATE_MANIFEST
+from agentenv.templates.store import TemplateStore, owner_of
 
 
 class ProgressLine:
@@ -85,6 +89,48 @@ def provision(settings: Settings, programs: Programs) -> GuestAssets:
     finally:
         progress.end()
     return assets
+
+
+def link_home(settings: Settings, source: Path) -> None:
+    """Give a home the assets and the base template of another one of this host: hard links where it is possible.
+
+    Raises:
+        AssetError: the other home has none, or they cannot be linked or copied.
+        LayerError, StorageError: a layer of the template is missing or damaged, or there is no room.
+    """
+    theirs = HomePaths(source)
+    manifest = theirs.template(TEMPLATE_ID) / TEMPLATE_MANIFEST
+    if not manifest.is_file() or not (theirs.assets / ASSETS_MANIFEST).is_file():
+        raise AssetError(
+            f"the home {source} has no assets or no base template; run `make setup` or `aenv assets build`"
+        )
+    try:
+        settings.paths.assets.mkdir(parents=True, exist_ok=True)
+        # The manifest comes last: it is a promise that the files are there.
+        for path in sorted(theirs.assets.iterdir(), key=lambda path: path.name == ASSETS_MANIFEST):
+            if path.is_file() and not path.name.startswith("."):
+                _link_or_copy(path, settings.paths.assets / path.name)
+    except OSError as error:
+        raise AssetError(f"cannot link the assets of {source} into {settings.home}: {error}") from error
+    with closing(LayerStore(theirs.layers)) as from_store, closing(LayerStore(settings.paths.layers)) as to_store:
+        template = TemplateStore(theirs, settings, from_store).find(TEMPLATE_ID)
+        if template is None:
+            raise AssetError(f"the base template of {source} is not usable; run `make setup` or `aenv assets build`")
+        for digest in template.layers:
+            to_store.link_from(from_store, digest, owner=owner_of(TEMPLATE_ID))
+        TemplateStore(settings.paths, settings, to_store).register(template, follow_defaults=True)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        try:
+            draft.hardlink_to(source)
+        except OSError:  # another file system, or one without hard links
+            shutil.copy2(source, draft)
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def provision_new_home(settings: Settings) -> None:

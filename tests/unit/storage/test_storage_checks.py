@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from agentenv.storage.checks import check_exports, check_layers
+from agentenv.storage.images import create_layer_from_raw
+from agentenv.storage.layers import LayerStore
 
 
 @pytest.mark.parametrize(
@@ -45,6 +49,27 @@ def test_what_the_kernel_offers(
 
 def test_a_kernel_whose_modules_are_not_there(tmp_path: Path) -> None:
     assert "not in this kernel" in check_exports(devices=tmp_path, modules=tmp_path / "none").detail
+
+
+def test_a_layer_that_is_lost_or_cut_off_is_named_with_its_owner(tmp_path: Path) -> None:
+    raw, draft = tmp_path / "raw", tmp_path / "draft"
+    raw.write_bytes(b"content" * 4096)
+    os.truncate(raw, 1 << 20)
+    create_layer_from_raw(raw, draft)
+    directory = tmp_path / "layers"
+    with closing(LayerStore(directory)) as store:
+        stored = store.import_file(draft, owner="template:base")
+    whole = check_layers(directory)
+    assert (whole.level, whole.mend) == ("ok", "")
+    assert whole.detail.startswith("1 layers")
+    stored.path.chmod(0o600)
+    os.truncate(stored.path, 512)
+    for _ in ("cut off", "lost"):
+        check = check_layers(directory)
+        assert check.level == "fail"
+        assert str(stored.path) in check.detail
+        assert "template:base" in check.detail
+        stored.path.unlink(missing_ok=True)
 
 
 def test_a_home_without_layers(tmp_path: Path) -> None:
