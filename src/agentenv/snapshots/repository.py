@@ -24,6 +24,7 @@ from agentenv.errors import (
     SnapshotNotFoundError,
 )
 from agentenv.snapshots import accounting
+from agentenv.snapshots.account import Account
 from agentenv.snapshots.accounting import SnapshotNode, UsageReport
 from agentenv.snapshots.files import SnapshotDirectory, worded
 from agentenv.snapshots.manifest import SNAPSHOT_ID, SnapshotManifest, StateFile
@@ -129,6 +130,7 @@ class LocalSnapshots:
         self._directory = directory.absolute()
         self._layers = layers
         self._budget = None if budget_mib is None else budget_mib * _MIB
+        self._account = Account()
         self._read: dict[str, SnapshotManifest] = {}
         """Manifests never change, so each is read once; whether it is still there is looked at every time."""
         try:
@@ -176,7 +178,7 @@ class LocalSnapshots:
         """
         if self._budget is None:
             return
-        used = self._total(self.list())
+        used = self._account.update(self._names(), self._readable)
         if used + size > self._budget:
             raise InsufficientStorageError(
                 f"the snapshots of this node take {used / _MIB:.0f} MiB, and with {size / _MIB:.1f} MiB more they "
@@ -375,15 +377,14 @@ class LocalSnapshots:
     def _check_budget(self, directory: SnapshotDirectory, manifest: SnapshotManifest) -> None:
         if self._budget is None:
             return
-        others = self.list()
-        known = {layer.digest for other in others for layer in other.layers}
-        added = sum(layer.size for layer in manifest.layers if layer.digest not in known)
-        self.ensure_room(added + directory.disk_bytes())
+        self._account.update(self._names(), self._readable)
+        self.ensure_room(self._account.added_by(manifest.layers) + directory.disk_bytes())
 
-    def _total(self, manifests: tuple[SnapshotManifest, ...]) -> int:
-        sizes = {layer.digest: layer.size for manifest in manifests for layer in manifest.layers}
-        states = sum(manifest.state.size for manifest in manifests if manifest.state is not None)
-        return sum(sizes.values()) + states
+    def _readable(self, snapshot_id: str) -> SnapshotManifest | None:
+        try:
+            return self.get(snapshot_id)
+        except (SnapshotNotFoundError, SnapshotError):  # a draft, or a damaged one, which `list` reports
+            return None
 
     def _file_bytes(self, snapshot_id: str) -> int:
         return SnapshotDirectory(self._directory, snapshot_id).disk_bytes()
