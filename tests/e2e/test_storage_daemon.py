@@ -22,6 +22,7 @@ from agentenv.storage.daemon import BlockDaemonProcess
 from agentenv.storage.disks import DiskEvent, DiskStore
 from agentenv.storage.layers import LayerStore, StoredLayer
 from harness.nbd import ENOSPC, NbdClient, NbdError
+from harness.storage import daemons_of
 
 ROOT = Path(__file__).parents[2]
 BLOCKD = Path(os.environ.get("TEST_BLOCKD", ROOT / "build" / "aenv-blockd"))
@@ -113,6 +114,8 @@ def home() -> Iterator[Path]:
         pytest.fail(f"the block daemon is missing ({BLOCKD}), run `make setup`")
     path = Path(tempfile.mkdtemp(prefix="aenv-", dir="/tmp"))
     yield path
+    for pid in daemons_of(path):  # of a test that failed
+        os.kill(pid, signal.SIGKILL)
     shutil.rmtree(path)
 
 

@@ -32,8 +32,8 @@ _END_TIMEOUT_S = 60.0
 _RECOVERY_TIMEOUT_S = 60.0
 _POLL_S = 0.02
 _FIRST_PAUSE_S = 0.25
-_MAX_PAUSE_S = 30.0
-_STEADY_S = 60.0
+_MAX_PAUSE_S = 10.0
+_STEADY_S = 30.0
 """A daemon that ran so long and died is started again without a pause."""
 _LAST_WORDS = 3
 
