@@ -61,10 +61,10 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed and _running:
         lab = _running[0]
-        report.sections.append(("lab console", lab.host.console()[-20_000:]))
+        report.sections.append(("lab console", lab.host.console()[-4000:]))
         try:
-            log = lab.run("dmesg", echo=False, timeout_s=20).text
+            log = lab.shell("dmesg | tail -n 40", echo=False, timeout_s=20)
         except LabError as error:
             log = f"not available: {error}"
-        report.sections.append(("lab dmesg", log[-20_000:]))
+        report.sections.append(("lab dmesg", log))
     return report

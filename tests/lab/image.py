@@ -27,6 +27,7 @@ PACKAGES: tuple[str, ...] = (
     "nbd-client",
     "procps",
     "python3-minimal",
+    "socat",
     "strace",
     "util-linux-extra",
 )
