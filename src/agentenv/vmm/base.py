@@ -110,6 +110,24 @@ class MachineExit:
     """For people: last line of the serial log or of the VMM's standard error."""
 
 
+@dataclass(frozen=True, slots=True)
+class VmmFacts:
+    """What a saved state depends on: one that was saved under other facts does not load, or runs wrong."""
+
+    vmm: str
+    version: str
+    acceleration: str
+    """`kvm` or `tcg`."""
+    boot_mode: str
+    """How the VMM builds a machine, in its own words."""
+    cpu_model: str
+    """Of the CPU that guests see."""
+    cpu_features: frozenset[str]
+    """What guests may use of the host's CPU; empty where the VMM makes up a CPU that is the same everywhere."""
+    tsc_khz: int
+    """Rate of the time-stamp counter that guests count with, measured anew by each server; 0 when unknown."""
+
+
 class Machine(Protocol):
     """One VM. Methods raise `VmmError`; after the VM ended, every call but `wait` and `kill` does."""
 
@@ -124,6 +142,18 @@ class Machine(Protocol):
 
     async def save_state(self, destination: Path) -> None:
         """Write the device state of a paused machine to a file. Guest memory stays in its memory file."""
+
+    async def copy_memory(self, destination: Path) -> None:
+        """Copy the touched part of a paused machine's memory to a new sparse file (mode 0600).
+
+        It cannot be resumed meanwhile. On failure or cancellation nothing of the file is left.
+        """
+
+    async def release_memory(self, destination: Path) -> None:
+        """End a paused machine, whose memory file becomes `destination`: at once on the same file system, else copied.
+
+        On failure or cancellation before its process was ended nothing has changed; after that, the file is there.
+        """
 
     async def shutdown(self, timeout_s: float) -> None:
         """Ask the guest to power off, kill it after the timeout. The process is gone when this returns."""
@@ -153,6 +183,14 @@ class Vmm(Protocol):
     def acceleration(self) -> str:
         """`kvm` or `tcg`."""
 
+    def facts(self) -> VmmFacts: ...
+
+    def prepare_memory(self, machine_id: str) -> Path:
+        """Where to put the memory of a machine that is going to be loaded; also of a copy, under an id of its own.
+
+        Blocking; the file itself is not made. One that no machine owns is removed when the next server starts.
+        """
+
     def prepare_directory(self, machine_id: str, directory: Path) -> None:
         """Give an empty directory the owner, group and mode that the machine's process needs in it. Blocking.
 
@@ -168,7 +206,8 @@ class Vmm(Protocol):
     async def load(self, config: MachineConfig, state: Path, memory: Path) -> Machine:
         """Start a machine from a saved state and a copy of its memory file (which becomes this machine's own).
 
-        Returns with the machine paused; the caller resumes it.
+        The disks' content and the network behind the interface may be others than when it was saved. Returns with the
+        machine paused; the caller resumes it. On failure or cancellation nothing is left, the memory file neither.
         """
 
     async def adopt(self, record: MachineRecord) -> Machine | None:

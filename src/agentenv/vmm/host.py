@@ -50,6 +50,20 @@ def read_qemu_version(qemu: Path) -> str:
     return match.group(1)
 
 
+def read_cpu() -> tuple[str, frozenset[str]]:
+    """Model and feature flags of the host's CPU, as the kernel calls them.
+
+    Raises:
+        ConfigurationError: the kernel does not tell.
+    """
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    found = {key: re.search(rf"^{key}\s*:\s*(.*)$", text, re.MULTILINE) for key in ("model name", "flags")}
+    model, flags = found["model name"], found["flags"]
+    if model is None or flags is None:
+        raise ConfigurationError("/proc/cpuinfo names no CPU model and flags")
+    return model.group(1), frozenset(flags.group(1).split())
+
+
 def _cpuinfo_tsc_khz() -> int:
     match = re.search(r"^cpu MHz\s*:\s*([\d.]+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     return round(float(match.group(1)) * 1000) if match else 0

@@ -14,13 +14,15 @@ from collections.abc import Collection
 from pathlib import Path
 
 from agentenv.config import MIB, Settings
-from agentenv.errors import CapacityError, ConfigurationError, InsufficientStorageError, VmmError
+from agentenv.errors import AgentEnvError, CapacityError, ConfigurationError, InsufficientStorageError, VmmError
+from agentenv.storage.copying import copy_sparse
 from agentenv.vmm.host import filesystem_is_tmpfs
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _ENOUGH_BYTES = 1024 * MIB
 """A /dev/shm smaller than this (containers often have 64 MiB) cannot hold guests, which would die by SIGBUS."""
 _SUFFIX = ".mem"
+_NO_SECOND_NAME = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK})
 
 
 def choose_memory_dir(settings: Settings) -> Path:
@@ -86,9 +88,70 @@ def create_memory_file(path: Path, size_bytes: int) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InsufficientStorageError(f"no room for the memory file {path}: {error.strerror}") from error
-        raise VmmError(f"cannot make the memory file {path}: {error.strerror}") from error
+        raise _not_made(path, error) from error
+
+
+def check_memory_file(path: Path, size_bytes: int) -> None:
+    """Refuse a file that is not the whole memory of a guest of this size.
+
+    Raises:
+        VmmError: it is missing, no regular file, or of another size.
+    """
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise VmmError(f"cannot use the memory file {path}: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise VmmError(f"the memory file {path} is no regular file")
+    if found.st_size != size_bytes:
+        raise VmmError(f"the memory file {path} has {found.st_size} bytes, the machine's memory {size_bytes}")
+
+
+def copy_memory_file(source: Path, destination: Path) -> None:
+    """Copy the touched part of a memory file that nobody writes to into a new one. A failure leaves nothing.
+
+    Raises:
+        InsufficientStorageError: no room for the copy.
+        VmmError: `destination` exists or cannot be written, or `source` cannot be read.
+    """
+    try:
+        reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise VmmError(f"cannot read the memory file {source}: {error.strerror}") from error
+    try:
+        writing = os.open(destination, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            copy_sparse(reading, writing)
+        except BaseException:
+            destination.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(writing)
+    except OSError as error:
+        raise _not_made(destination, error) from error
+    finally:
+        os.close(reading)
+
+
+def share_memory_file(source: Path, destination: Path) -> None:
+    """Give a memory file a second name; on another file system, make a copy, as `copy_memory_file` does.
+
+    Raises:
+        InsufficientStorageError: no room for a copy.
+        VmmError: `destination` exists or cannot be made, or `source` is missing.
+    """
+    try:
+        os.link(source, destination, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_SECOND_NAME:
+            raise _not_made(destination, error) from error
+        copy_memory_file(source, destination)
+
+
+def _not_made(path: Path, error: OSError) -> AgentEnvError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return InsufficientStorageError(f"no room for the memory file {path}: {error.strerror}")
+    return VmmError(f"cannot make the memory file {path}: {error.strerror}")
 
 
 def file_bytes(path: Path) -> int:

@@ -28,8 +28,9 @@ from agentenv.vmm.console import last_lines
 from agentenv.vmm.host import measure_tsc_khz, read_qemu_version
 from agentenv.vmm.memory import choose_memory_dir, prepare_memory_dir
 from agentenv.vmm.probe_guest import MARKER, probe_initramfs
-from agentenv.vmm.qemu import QemuMachine, QemuVmm
+from agentenv.vmm.qemu import QemuVmm
 from agentenv.vmm.qemu_command import ERROR_LOG_NAME, Acceleration
+from agentenv.vmm.qemu_machine import QemuMachine
 from agentenv.vmm.records import find_orphans, reap
 
 log = structlog.get_logger(__name__)
@@ -208,7 +209,7 @@ async def _make_vmm(
     settings: Settings, acceleration: str, memory_dir: Path, *, reason: str = "", cpu_limit_s: int | None = None
 ) -> QemuVmm:
     version = await asyncio.to_thread(read_qemu_version, settings.vmm.qemu)
-    tsc_khz = await asyncio.to_thread(measure_tsc_khz) if acceleration == "tcg" else 0
+    tsc_khz = await asyncio.to_thread(measure_tsc_khz)
     return QemuVmm(
         qemu=settings.vmm.qemu,
         version=version,

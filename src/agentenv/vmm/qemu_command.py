@@ -25,6 +25,11 @@ meanwhile, and all of it translated again.
 """
 
 
+BOOT_MODE = "microvm-1"
+"""Names the machine type, devices and their order as they are composed here. A saved state loads in the same form only,
+so the number goes up with any change that the guest can see.
+"""
+
 RECONNECT_S = 7 * 24 * 3600
 """How long requests wait for an NBD server that went away, before they fail. Longer than any sandbox lives and anybody
 needs to bring the server back: a guest notices a pause, and never an error that would turn its file system read-only.
@@ -44,7 +49,7 @@ class Acceleration:
     name: str
     """`kvm` or `tcg`."""
     tsc_khz: int
-    """Rate of the host's time-stamp counter, which an emulated guest sees unchanged; 0 when unknown."""
+    """Rate of the host's time-stamp counter, which guests see unchanged; 0 when unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
 
 import pytest
 
-from agentenv.config import Settings, VmmSettings
-from agentenv.errors import CapacityError, ConfigurationError, VmmError
-from agentenv.vmm.host import filesystem_is_tmpfs, measure_tsc_khz, read_qemu_version
+from agentenv.config import MIB, Settings, VmmSettings
+from agentenv.errors import CapacityError, ConfigurationError, InsufficientStorageError, VmmError
+from agentenv.vmm import memory
+from agentenv.vmm.host import filesystem_is_tmpfs, measure_tsc_khz, read_cpu, read_qemu_version
 from agentenv.vmm.memory import (
+    check_memory_file,
     choose_memory_dir,
+    copy_memory_file,
     create_memory_file,
     file_bytes,
     memory_path,
     prepare_memory_dir,
     remove_stray_memory,
+    share_memory_file,
 )
 
 
@@ -70,6 +75,77 @@ def test_a_guest_larger_than_the_room_is_refused(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def touched(path: Path, size_bytes: int = 8 * MIB) -> bytes:
+    """A memory file with two touched places, one of them zeroes."""
+    create_memory_file(path, size_bytes)
+    with path.open("r+b") as file:
+        file.write(b"first page")
+        file.seek(5 * MIB)
+        file.write(b"\0" * 4096 + b"last")
+    return path.read_bytes()
+
+
+def test_a_copy_of_memory_is_whole_sparse_and_private(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source.mem", tmp_path / "copy.mem"
+    content = touched(source)
+    copy_memory_file(source, copy)
+    assert copy.read_bytes() == content
+    assert file_bytes(copy) <= file_bytes(source) < MIB
+    assert copy.stat().st_mode & 0o777 == 0o600
+    with copy.open("r+b") as file:
+        file.write(b"changed")
+    assert source.read_bytes() == content
+    with pytest.raises(VmmError, match="exists"):
+        copy_memory_file(source, copy)
+    assert copy.read_bytes().startswith(b"changed"), "somebody else's file was touched"
+    with pytest.raises(VmmError, match=r"none\.mem"):
+        copy_memory_file(tmp_path / "none.mem", tmp_path / "other.mem")
+    assert not (tmp_path / "other.mem").exists()
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: int, destination: int) -> int:
+        os.write(destination, os.pread(source, 4096, 0))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(memory, "copy_sparse", full)
+    touched(tmp_path / "source.mem")
+    with pytest.raises(InsufficientStorageError, match=r"copy\.mem"):
+        copy_memory_file(tmp_path / "source.mem", tmp_path / "copy.mem")
+    assert [path.name for path in tmp_path.iterdir()] == ["source.mem"]
+
+
+def test_memory_gets_a_second_name_or_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source.mem"
+    content = touched(source)
+    share_memory_file(source, tmp_path / "second.mem")
+    assert (tmp_path / "second.mem").samefile(source)
+    with pytest.raises(VmmError, match="exists"):
+        share_memory_file(source, tmp_path / "second.mem")
+
+    def other_file_system(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", other_file_system)
+    share_memory_file(source, tmp_path / "copied.mem")
+    assert not (tmp_path / "copied.mem").samefile(source)
+    assert (tmp_path / "copied.mem").read_bytes() == content
+
+
+def test_memory_of_another_size_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "some.mem"
+    create_memory_file(path, 8 * MIB)
+    check_memory_file(path, 8 * MIB)
+    for size in (8 * MIB - 4096, 8 * MIB + 4096):
+        with pytest.raises(VmmError, match=f"{8 * MIB} bytes"):
+            check_memory_file(path, size)
+    (tmp_path / "link.mem").symlink_to(path)
+    with pytest.raises(VmmError, match="no regular file"):
+        check_memory_file(tmp_path / "link.mem", 8 * MIB)
+    with pytest.raises(VmmError, match=r"none\.mem"):
+        check_memory_file(tmp_path / "none.mem", 8 * MIB)
+
+
 def test_strays_are_removed_by_path(tmp_path: Path) -> None:
     kept, stray = memory_path(tmp_path, "kept"), memory_path(tmp_path, "stray")
     for path in (kept, stray, tmp_path / "other"):
@@ -85,6 +161,12 @@ def test_the_counter_runs_at_a_steady_rate() -> None:
     second = measure_tsc_khz()
     assert first > 100_000
     assert abs(first - second) < first * 0.001
+
+
+def test_the_cpu_has_a_model_and_features() -> None:
+    model, features = read_cpu()
+    assert model.strip() == model != ""
+    assert {"fpu", "tsc"} <= features
 
 
 def test_versions_and_file_systems(tmp_path: Path) -> None:
