@@ -108,6 +108,15 @@ fn shared_sectors(stack: &Stack, thread: u64, next_version: &AtomicU64, done: &A
     }
 }
 
+/// Ends the threads that run until the others are done, also when an assertion fails.
+struct EndOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for EndOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 fn stress(modes: &[Mode], rounds: u64) {
     let directory = tempfile::tempdir().unwrap();
     let stack = Stack::open(
@@ -119,6 +128,7 @@ fn stress(modes: &[Mode], rounds: u64) {
     let next_version = AtomicU64::new(1);
     let versions: Vec<Vec<u64>> = thread::scope(|scope| {
         let stack = &stack;
+        let end = EndOnDrop(&done);
         let owners: Vec<_> = (0..THREADS)
             .map(|number| scope.spawn(move || own_sectors(stack, number, rounds)))
             .collect();
@@ -150,7 +160,7 @@ fn stress(modes: &[Mode], rounds: u64) {
                 stack.replace_lowers(first, 3, Arc::new(layer)).unwrap();
             }
         }
-        done.store(true, Ordering::Release);
+        drop(end);
         assert!(number > 3, "restacked {number} times only");
         owners
             .into_iter()

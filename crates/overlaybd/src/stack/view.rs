@@ -10,7 +10,7 @@ use crate::upper::Upper;
 use crate::{Error, Result};
 
 /// Pieces of the upper that are looked up at a time, under its lock.
-const BATCH: usize = 32;
+const BATCH: usize = 8;
 
 /// Lowers, an upper, or both.
 #[derive(Clone, Copy)]
