@@ -37,7 +37,7 @@ pub struct UpperRecord {
     pub mode: UpperMode,
     /// Bytes, as it was asked for; 0: that of the lowers.
     pub virtual_size: u64,
-    /// Its files were made. If they are missing now, data is lost: they must not be made again.
+    /// Its files were made. Written down with the first export, before anybody can write to them. If they are missing now, data is lost: they must not be made again.
     pub created: bool,
 }
 
@@ -100,12 +100,12 @@ pub struct DeviceRecord {
 /// Of [`DeviceRecord`].
 pub const VERSION: u32 = 1;
 
-/// Whether a write must be on stable storage before the call returns.
+/// What must have happened when a write returns. The file is whole in either case, old or new.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Durability {
     /// After a crash of the host, too, the file has the new content.
     Host,
-    /// After a crash of the host it may have the old one.
+    /// After a crash of the host it may have the old one: for what does not outlive such a crash anyway.
     Process,
 }
 
@@ -200,9 +200,7 @@ impl StateDirectory {
                 .mode(0o600)
                 .open(&temporary)?;
             file.write_all(&text)?;
-            if durability == Durability::Host {
-                file.sync_data()?;
-            }
+            file.sync_data()?;
             std::fs::rename(&temporary, &path)?;
             if durability == Durability::Host {
                 self.directory.sync_all()?;
@@ -216,7 +214,7 @@ impl StateDirectory {
         })
     }
 
-    /// Forget a device.
+    /// Forget a device. After a crash of the host it may be there again, as it was.
     ///
     /// # Errors
     /// `Io`.
@@ -224,7 +222,7 @@ impl StateDirectory {
         let path = self.path(device);
         let result = match std::fs::remove_file(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            result => result.and_then(|()| self.directory.sync_all()),
+            result => result,
         };
         result.map_err(|error| Error::io(format_args!("remove {}", path.display()), &error))
     }

@@ -74,7 +74,7 @@ impl Daemon {
             } else {
                 remove_left(name, &known)
             };
-            self.state.save(record, Durability::Host)?;
+            self.state.save(record, Durability::Process)?;
             result
         })
     }
@@ -132,7 +132,7 @@ impl Daemon {
             }
             Err(error) => {
                 record.exports.retain(|export| *export != wanted);
-                self.state.save(record, Durability::Host)?;
+                self.state.save(record, Durability::Process)?;
                 Err(error)
             }
         }
@@ -198,7 +198,7 @@ impl Daemon {
                 }
                 Err(error) => {
                     record.exports.retain(|export| *export != wanted);
-                    self.state.save(record, Durability::Host)?;
+                    self.state.save(record, Durability::Process)?;
                     attempts += 1;
                     if !matches!(error, Error::Conflict(_)) || attempts == ATTEMPTS {
                         return Err(error);
@@ -211,7 +211,7 @@ impl Daemon {
 
     /// Write down an export that is about to be made.
     fn save_exports(&self, record: &mut DeviceRecord, wanted: &ExportRecord) -> Result<()> {
-        let result = self.state.save(record, Durability::Host);
+        let result = self.state.save(record, Durability::Process);
         if result.is_err() {
             record.exports.retain(|export| export != wanted);
         } else if let Some(slot) = self.slot(&record.device) {

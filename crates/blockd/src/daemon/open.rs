@@ -234,9 +234,8 @@ impl Daemon {
         }
         let stack = Stack::open(lowers, upper)
             .map_err(|error| Error::layer(format_args!("open {}", record.device), error))?;
-        if let Some(upper_record) = record.upper.as_mut().filter(|upper| !upper.created) {
-            upper_record.created = true;
-            self.state.save(record, Durability::Process)?;
+        if let Some(upper) = record.upper.as_mut() {
+            upper.created = true;
         }
         Ok(OpenDevice {
             device: Arc::new(StackDevice::new(

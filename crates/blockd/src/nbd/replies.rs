@@ -6,6 +6,8 @@ use super::outbox::Outbox;
 
 /// Replies are sent when this much is there, bytes.
 const BATCH: usize = 256 * 1024;
+/// The buffer's first size, bytes: large enough for the allocator to take it from the kernel and to give it back.
+const FIRST: usize = 128 * 1024;
 /// A buffer that one huge read made larger than this is given back at once, bytes.
 const KEPT: usize = 4 << 20;
 
@@ -30,7 +32,7 @@ impl Replies {
         }
         let end = self.used + length;
         if self.buffer.len() < end {
-            self.buffer.resize(end.max(BATCH.min(2 * end)), 0);
+            self.buffer.resize(end.max(FIRST), 0);
         }
         Ok(&mut self.buffer[self.used..end])
     }

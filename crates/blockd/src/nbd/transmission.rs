@@ -24,10 +24,10 @@ use crate::export::Target;
 const IDLE: Duration = Duration::from_secs(1);
 /// A large write that has the connection for itself goes to the device in pieces of this many bytes.
 const PIECE: usize = 1 << 20;
-/// A write that took longer than this means that the disk is busy.
-const SLOW: Duration = Duration::from_millis(2);
+/// A write that took longer than this means that the disk is busy, and not only the processors.
+const SLOW: Duration = Duration::from_millis(10);
 /// So many writes after a slow one go to the workers.
-const AFTER_SLOW: u32 = 64;
+const AFTER_SLOW: u32 = 32;
 /// Extents in one answer.
 const EXTENTS: usize = 2048;
 
