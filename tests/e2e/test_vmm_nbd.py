@@ -18,9 +18,9 @@ import pytest
 
 from agentenv.errors import VmmError
 from agentenv.vmm import caretaker
-from agentenv.vmm.base import Disk, DiskFormat, Machine, MachineConfig
+from agentenv.vmm.base import Disk, DiskFormat, MachineConfig
 from agentenv.vmm.qmp import QmpClient
-from harness.vmm_lab import DEADLINE_S, Lab, counting, counts_in, text_of
+from harness.vmm_lab import DEADLINE_S, Lab, counting, counts_in, still_going, text_of
 
 pytestmark = [
     pytest.mark.vm,
@@ -83,21 +83,6 @@ class Served:
 
     def __exit__(self, *_: object) -> None:
         self.server.close()
-
-
-async def still_going(machine: Machine) -> None:
-    """Wait until the guest has counted ten more; its end is a failure of its check."""
-    last = counts_in(text_of(machine))[-1:] or [0]
-    going = asyncio.create_task(counting(machine, last[0] + 10))
-    ended = asyncio.create_task(machine.wait())
-    try:
-        await asyncio.wait([going, ended], return_when=asyncio.FIRST_COMPLETED)
-        assert not ended.done(), text_of(machine)[-400:]
-        await going
-    finally:
-        going.cancel()
-        ended.cancel()
-    assert "disk check" not in text_of(machine)
 
 
 async def test_a_server_that_dies_is_a_pause(lab: Lab) -> None:

@@ -123,3 +123,18 @@ async def counting(machine: Machine, beyond: int, after: int = 0) -> list[int]:
     finally:
         watch.close()
     return found
+
+
+async def still_going(machine: Machine) -> None:
+    """Wait until the guest has counted ten more; its end is a failure of its check."""
+    last = counts_in(text_of(machine))[-1:] or [0]
+    going = asyncio.create_task(counting(machine, last[0] + 10))
+    ended = asyncio.create_task(machine.wait())
+    try:
+        await asyncio.wait([going, ended], return_when=asyncio.FIRST_COMPLETED)
+        assert not ended.done(), text_of(machine)[-400:]
+        await going
+    finally:
+        going.cancel()
+        ended.cancel()
+    assert "disk check" not in text_of(machine)
