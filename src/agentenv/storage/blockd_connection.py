@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 from collections.abc import AsyncGenerator, Mapping
@@ -66,8 +67,13 @@ class Connection:
 
     @property
     def usable(self) -> bool:
-        """False when the daemon has closed it, as far as can be seen."""
-        return not (self._reader.at_eof() or self._writer.is_closing())
+        """False when the daemon has closed it, also if the event loop has not noticed yet."""
+        if self._reader.at_eof() or self._writer.is_closing():
+            return False
+        # An idle connection has nothing to read: anything there is its end.
+        poll = select.poll()
+        poll.register(self._writer.get_extra_info("socket").fileno(), select.POLLIN | select.POLLRDHUP)
+        return not poll.poll(0)
 
     def check_protocol(self) -> None:
         if self.greeting.protocol != PROTOCOL:

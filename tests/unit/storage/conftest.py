@@ -11,7 +11,7 @@ import pytest
 
 from agentenv.storage import daemon as daemon_module
 from agentenv.storage.daemon import BlockDaemonProcess
-from unit.storage.storage_fakes import end_daemon, make_program
+from unit.storage.storage_fakes import end_daemon, kill_daemons, make_program
 
 
 @pytest.fixture
@@ -19,6 +19,7 @@ def home() -> Iterator[Path]:
     """A directory whose path is short enough for the addresses of unix sockets."""
     path = Path(tempfile.mkdtemp(prefix="aenv-", dir="/tmp"))
     yield path
+    kill_daemons(path / "blockd")
     shutil.rmtree(path)
 
 

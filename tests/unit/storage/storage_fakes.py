@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import signal
 import sys
 import uuid as uuids
 from collections.abc import Callable, Mapping, Sequence
@@ -131,3 +132,14 @@ async def end_daemon(socket: Path) -> None:
     if process is not None:
         process.kill()
         await process.wait()
+
+
+def kill_daemons(state: Path) -> None:
+    """Kill the fake daemons of a state directory that a failed test left."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if os.fsencode(FAKE_DAEMON) in words and os.fsencode(state) in words:
+            os.kill(int(process.name), signal.SIGKILL)

@@ -131,8 +131,10 @@ async def test_a_request_that_was_never_sent_is_sent_later(
     home: Path, daemon: BlockDaemonProcess, socket: Path
 ) -> None:
     await open_disk(daemon, home)
+    pid = daemon.pid
     await ask(socket, "fake_die", method="fake_calls", when="before")
     await ask(socket, "fake_calls")
+    await eventually(lambda: daemon.pid != pid)
     sealed = await daemon.client.restack("d", home / "captured")
     assert sealed.path.exists()
 

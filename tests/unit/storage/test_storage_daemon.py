@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from agentenv.errors import BlockDaemonError, StorageError
 from agentenv.storage import daemon as daemon_module
@@ -254,3 +255,19 @@ async def test_a_callback_that_fails_does_not_end_the_supervision(home: Path, da
     os.kill(second, signal.SIGKILL)
     await started_again(daemon, second)
     assert await ask(home / "run" / "blockd.sock", "list") == {"devices": []}
+
+
+def test_it_works_under_the_servers_event_loop(home: Path, program: Path) -> None:
+    async def main() -> list[str]:
+        daemon = process(home, program)
+        await daemon.start()
+        await open_device(daemon, home)
+        pid = daemon.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        names = [device.name for device in await daemon.client.list()]
+        await daemon.client.close_device("d", remove_upper=True)
+        await daemon.close()
+        return names
+
+    assert uvloop.run(main()) == ["d"]

@@ -403,6 +403,7 @@ async def test_a_server_that_dies_at_any_step(
     again = await restarted(world)
     assert await again.disks.reconcile(["one"]) == []
     assert again.events == []
+    await again.disks.compacted()
     await again.check("one", expected)
     await again.write("one", 5, "z")
     await again.disks.capture("one")
