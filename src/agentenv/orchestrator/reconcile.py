@@ -17,7 +17,7 @@ from agentenv.errors import AgentEnvError, StorageError
 from agentenv.ids import is_sandbox_id
 from agentenv.network.base import Slot
 from agentenv.orchestrator.cleanup import Cleaner
-from agentenv.orchestrator.journal import Journal, JournalEntry
+from agentenv.orchestrator.journal import Journal, JournalEntry, ResourceKind
 from agentenv.orchestrator.launch import Holdings, Releaser, remove_directory
 from agentenv.orchestrator.model import Sandbox, SandboxState
 from agentenv.orchestrator.ports import DiskStore, HostProbe, OrphanReaper, SlotPool
@@ -45,6 +45,10 @@ class _Found:
     slot: Slot | None = None
     verdict: str | None = None
     """Why it cannot be taken over; None while it can."""
+
+    @property
+    def has_disk(self) -> bool:
+        return any(resource.kind is ResourceKind.DISK for resource in self.entry.resources)
 
 
 class Reconciler:
@@ -87,7 +91,8 @@ class Reconciler:
         records = [one.machine.record for one in found if one.machine is not None]
         for words in await self._orphans.reap(records):
             _log.info("orphan_removed", what=words)
-        await self._reconcile_disks([one.entry.sandbox.id for one in found if one.verdict is None])
+        # A sandbox of an older version has none in the store: its disk is a file that its VMM has open.
+        await self._reconcile_disks([one.entry.sandbox.id for one in found if one.verdict is None and one.has_disk])
         await self._slots.start([one.entry.slot.index for one in found if one.verdict is None and one.entry.slot])
         await self._for_each([one for one in found if one.verdict is None], self._find_slot)
         await self._for_each([one for one in found if one.verdict is not None], self._remove)

@@ -301,7 +301,8 @@ class FakeDisks:
 
     async def reconcile(self, keep: Collection[str]) -> Sequence[str]:
         await self._script.at("disks.reconcile")
-        assert set(self._world.vms) <= set(keep), "a disk was taken from under a live VM"
+        assert set(self._world.vms) & self._world.disks <= set(keep), "a disk was taken from under a live VM"
+        assert set(keep) <= self._world.disks, "a disk that never was is missed"
         gone = self._world.disks - set(keep)
         self._world.disks -= gone
         return sorted(gone)

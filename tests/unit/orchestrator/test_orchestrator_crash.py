@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 from datetime import timedelta
 
 import pytest
@@ -236,6 +237,19 @@ async def test_disks_that_nobody_owns_are_removed_and_those_of_sandboxes_kept(wo
         seen = successor.script.seen
         assert seen.index("orphans.reap") < seen.index("disks.reconcile") < seen.index("slots.start")
         successor.check([kept.id])
+
+
+async def test_a_sandbox_of_an_older_version_has_no_disk_in_the_store(world: World) -> None:
+    async with Server(world) as server:
+        sandbox = await server.orchestrator.create(wish())
+    with sqlite3.connect(world.home / "state.db") as journal:
+        journal.execute("DELETE FROM resources WHERE kind = 'disk'")
+    journal.close()
+    world.disks.clear()
+    async with Server(world) as successor:
+        assert successor.orchestrator.get(sandbox.id).id == sandbox.id
+        await successor.orchestrator.kill(sandbox.id)
+        successor.check([])
 
 
 async def test_disks_that_cannot_be_reconciled_do_not_keep_the_server_from_starting(world: World) -> None:
