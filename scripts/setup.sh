@@ -28,7 +28,7 @@ needs gcc gcc libc6-dev
 needs curl curl ca-certificates
 needs setpriv util-linux
 # bindgen, which the ublk library runs at build time, loads it.
-compgen -G "/usr/lib/llvm-*/lib/libclang*.so*" >/dev/null || compgen -G "/usr/lib/*/libclang-[0-9]*.so*" >/dev/null ||
+compgen -G "/usr/lib/llvm-*/lib/libclang.so*" >/dev/null || compgen -G "/usr/lib/*/libclang-[0-9]*.so*" >/dev/null ||
     [ -n "${LIBCLANG_PATH:-}" ] || packages+=(libclang1)
 [ -e /usr/lib/x86_64-linux-gnu/libc.a ] || [ "$(uname -m)" != x86_64 ] || packages+=(libc6-dev)
 

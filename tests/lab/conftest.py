@@ -16,14 +16,16 @@ from lab.results import LabError
 
 ROOT = Path(__file__).parents[2]
 GUEST_BINARY = ROOT / "build/aenv-guest"
+IMAGE_DEADLINE_S = 900
 _running: list[Lab] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Making the root disk needs root; `tests/conftest.py` skips by this mark."""
+    """Making the root disk needs root (`tests/conftest.py` skips by this mark), and time before the first test."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.root)
+            item.add_marker(pytest.mark.timeout(IMAGE_DEADLINE_S))
 
 
 @pytest.fixture(scope="session")
