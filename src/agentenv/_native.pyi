@@ -196,6 +196,16 @@ def unpack(
         How many bytes of data were written.
     """
 
+def fill(stack: Sequence[_Path], image: _Path, *, cancellation: Cancellation | None = None) -> int:
+    """Write what a stack reads as into a sparse file of its virtual size that is there, and all hole.
+
+    Unlike other outputs it may be open elsewhere (mapped by the machine whose memory it is), so a call that fails
+    leaves it partly written.
+
+    Returns:
+        How many bytes of data were written.
+    """
+
 def compare(
     image: _Path, stack: Sequence[_Path], *, page: int = 4096, cancellation: Cancellation | None = None
 ) -> list[tuple[int, int]]:

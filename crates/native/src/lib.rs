@@ -249,6 +249,18 @@ fn unpack(
 }
 
 #[pyfunction]
+#[pyo3(signature = (stack, image, *, cancellation = None))]
+fn fill(
+    py: Python<'_>,
+    stack: Vec<PathBuf>,
+    image: PathBuf,
+    cancellation: Option<Bound<'_, Cancellation>>,
+) -> PyResult<u64> {
+    let until = cancellation.as_ref().map(Bound::get);
+    interruptible::run_until(py, until, |cancel| memory::fill(&stack, &image, cancel))
+}
+
+#[pyfunction]
 #[pyo3(signature = (image, stack, *, page = 4096, cancellation = None))]
 fn compare(
     py: Python<'_>,
@@ -277,6 +289,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(commit, module)?)?;
     module.add_function(wrap_pyfunction!(pack_memory, module)?)?;
     module.add_function(wrap_pyfunction!(unpack, module)?)?;
+    module.add_function(wrap_pyfunction!(fill, module)?)?;
     module.add_function(wrap_pyfunction!(compare, module)?)?;
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use overlaybd::io::WriteAt;
 use overlaybd::stack::Stack;
 use overlaybd::Uuid;
 
-use crate::failure::{About, Outcome};
+use crate::failure::{About, Failure, Outcome};
 use crate::interruptible::Cancel;
 use crate::layers::Made;
 use crate::open;
@@ -148,13 +148,36 @@ pub fn unpack(paths: &[PathBuf], out: &Path, replace: bool, cancel: &Arc<Cancel>
         cancel,
     )?;
     WriteAt::set_len(output.file(), stack.virtual_size()).about(out)?;
+    let written = copy_all(&stack, &data, out, output.file())?;
+    output.publish()?;
+    Ok(written)
+}
+
+/// See `fill` of the module.
+pub fn fill(paths: &[PathBuf], image: &Path, cancel: &Arc<Cancel>) -> Outcome<u64> {
+    let stack = open::stack(paths, cancel)?;
+    let data = pages::data_of(&stack).about(image)?;
+    let file = File::options().write(true).open(image).about(image)?;
+    let found = file.metadata().about(image)?;
+    if !found.is_file() || found.blocks() != 0 || found.len() != stack.virtual_size() {
+        return Err(Failure::invalid(format!(
+            "{} is no empty sparse file of {} bytes",
+            image.display(),
+            stack.virtual_size()
+        )));
+    }
+    copy_all(&stack, &data, image, &file)
+}
+
+/// Write what is not zero to a file that is all holes; returns how many bytes that were.
+fn copy_all(stack: &Stack, data: &[Range<u64>], out: &Path, file: &File) -> Outcome<u64> {
     let copy = Copy {
-        stack: &stack,
-        data: &data,
+        stack,
+        data,
         out,
-        file: output.file(),
+        file,
     };
-    let windows = pages::windows_of(&data, &[]);
+    let windows = pages::windows_of(data, &[]);
     let mut written = 0;
     pipeline::in_order(
         windows.len(),
@@ -165,7 +188,6 @@ pub fn unpack(paths: &[PathBuf], out: &Path, replace: bool, cancel: &Arc<Cancel>
             Ok(())
         },
     )?;
-    output.publish()?;
     Ok(written)
 }
 

@@ -83,6 +83,26 @@ async def unpack_memory(stack: Sequence[Path], out: Path, *, replace: bool = Fal
     return await _stoppable(work, lambda: out.unlink(missing_ok=True))
 
 
+async def fill_memory(stack: Sequence[Path], image: Path) -> int:
+    """Write what a stack reads as into a memory file that is there: all hole, of the stack's size, and possibly mapped.
+
+    On failure or cancellation the file is partly written, and good for nothing.
+
+    Returns:
+        How many bytes of data were written.
+
+    Raises:
+        LayerError: a layer is missing or damaged.
+        InsufficientStorageError: the file system of the image is full.
+        StorageError: a layer cannot be read, or the image is missing, has data or another size.
+    """
+
+    def work(cancellation: _native.Cancellation) -> int:
+        return _native.fill(stack, image, cancellation=cancellation)
+
+    return await _stoppable(work, lambda: None)
+
+
 async def compare_memory(image: Path, stack: Sequence[Path]) -> tuple[ByteRange, ...]:
     """Where an image differs from a stack: ascending, whole pages, never adjacent.
 

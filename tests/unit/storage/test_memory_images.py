@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import subprocess
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from layer_bytes import LETTERS, MIB, NIL, ONES, SECTOR, committed, endless, tar
 
 from agentenv import _native
 from agentenv.errors import InsufficientStorageError, LayerError, StorageError
-from agentenv.storage.memory import ByteRange, compare_memory, pack_memory, unpack_memory
+from agentenv.storage.memory import ByteRange, compare_memory, fill_memory, pack_memory, unpack_memory
 
 PAGE = 4096
 
@@ -323,3 +324,27 @@ async def test_a_call_that_is_cancelled_too_late_is_undone(tmp_path: Path, monke
     with pytest.raises(asyncio.CancelledError):
         await packing
     assert list(tmp_path.iterdir()) == [image]
+
+
+async def test_a_stack_fills_a_file_that_is_mapped_already(tmp_path: Path) -> None:
+    size = 300 * PAGE
+    write_image(tmp_path / "image", {0: b"a" * PAGE, 7: bytes(PAGE), 130: b"b" * 5, 299: b"c" * PAGE}, size)
+    await pack_memory(tmp_path / "image", [], tmp_path / "layer")
+    write_image(tmp_path / "memory", {}, size)
+    with (tmp_path / "memory").open("r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+        assert await fill_memory([tmp_path / "layer"], tmp_path / "memory") == 3 * PAGE
+        assert mapped[:] == (tmp_path / "image").read_bytes()
+    assert (tmp_path / "memory").stat().st_blocks * SECTOR <= 3 * PAGE + 64 * 1024
+    for reason, path in {
+        "it has data": tmp_path / "memory",
+        "it is missing": tmp_path / "none",
+        "it is a directory": tmp_path,
+    }.items():
+        with pytest.raises(StorageError):
+            await fill_memory([tmp_path / "layer"], path)
+            pytest.fail(reason)
+    for pages in (299, 301):
+        write_image(tmp_path / f"{pages}", {}, pages * PAGE)
+        with pytest.raises(StorageError, match="no empty sparse file"):
+            await fill_memory([tmp_path / "layer"], tmp_path / f"{pages}")
+        assert (tmp_path / f"{pages}").stat().st_blocks == 0
