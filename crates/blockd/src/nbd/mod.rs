@@ -2,6 +2,7 @@
 //!
 //! Must not listen, open devices or know of layers: it serves a [`crate::export::Target`].
 
+mod answer;
 mod negotiation;
 mod outbox;
 mod receiver;

@@ -11,25 +11,29 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{poll, PollFd, PollFlags};
 
+use super::answer::{
+    block_status, error_reply, read_header_size, read_reply, status_reply, write_read_header,
+    EXTENTS,
+};
 use super::outbox::Outbox;
 use super::receiver::Receiver;
 use super::replies::Replies;
 use super::request::Request;
-use super::wire::{self, command, command_flag, errno};
+use super::wire::{self, command, command_flag};
 use super::Agreement;
-use crate::backend::{BlockBackend, Content, SECTOR};
+use crate::backend::BlockBackend;
 use crate::export::Target;
 
 /// After this long without a request a connection gives its buffers back.
 const IDLE: Duration = Duration::from_secs(1);
+/// Replies that the kernel holds for a client that is busy, bytes.
+const SEND_BUFFER: usize = 1 << 20;
 /// A large write that has the connection for itself goes to the device in pieces of this many bytes.
 const PIECE: usize = 1 << 20;
 /// A write that took longer than this means that the disk is busy, and not only the processors.
 const SLOW: Duration = Duration::from_millis(10);
 /// So many writes after a slow one go to the workers.
 const AFTER_SLOW: u32 = 32;
-/// Extents in one answer.
-const EXTENTS: usize = 2048;
 
 /// Serve requests until the client disconnects or the socket is shut down from elsewhere (keep a clone for that).
 /// Returns when no request is in flight any more. Clients that break the protocol are disconnected: an error says why.
@@ -43,6 +47,7 @@ pub fn serve_transmission(
 ) -> io::Result<()> {
     let stream: Arc<UnixStream> = stream.into();
     stream.set_read_timeout(Some(IDLE))?;
+    enlarge_send_buffer(&stream);
     let mut connection = Connection {
         outbox: Arc::new(Outbox::new(Arc::clone(&stream))),
         stream,
@@ -415,6 +420,15 @@ impl Connection<'_> {
     }
 }
 
+/// Without room in the socket, this thread and the client take turns instead of working at the same time.
+fn enlarge_send_buffer(stream: &UnixStream) {
+    use rustix::net::sockopt;
+    if sockopt::set_socket_send_buffer_size_force(stream, SEND_BUFFER).is_err() {
+        // Beyond the host's limit only for root. As much as the limit allows then; without that it is slower, no more.
+        let _ = sockopt::set_socket_send_buffer_size(stream, SEND_BUFFER);
+    }
+}
+
 fn broken(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
@@ -425,83 +439,4 @@ fn flush_if_asked(backend: &dyn BlockBackend, request: &Request) -> io::Result<(
     } else {
         Ok(())
     }
-}
-
-fn read_header_size(agreement: Agreement) -> usize {
-    if agreement.structured_replies {
-        wire::CHUNK_SIZE + 8
-    } else {
-        wire::SIMPLE_REPLY_SIZE
-    }
-}
-
-fn write_read_header(reply: &mut [u8], request: &Request, agreement: Agreement) {
-    if agreement.structured_replies {
-        let header = wire::read_chunk(request.cookie, request.offset, request.length);
-        reply[..header.len()].copy_from_slice(&header);
-    } else {
-        let header = wire::simple_reply(request.cookie, 0);
-        reply[..header.len()].copy_from_slice(&header);
-    }
-}
-
-fn read_reply(backend: &dyn BlockBackend, request: &Request, agreement: Agreement) -> Vec<u8> {
-    let header = read_header_size(agreement);
-    let mut reply = vec![0; header + request.length as usize];
-    match backend.read_at(&mut reply[header..], request.offset) {
-        Ok(()) => {
-            write_read_header(&mut reply, request, agreement);
-            reply
-        }
-        Err(error) => error_reply(request, wire::error_number(&error), agreement),
-    }
-}
-
-fn error_reply(request: &Request, number: u32, agreement: Agreement) -> Vec<u8> {
-    let structured = matches!(request.command, command::READ | command::BLOCK_STATUS);
-    if agreement.structured_replies && structured {
-        wire::error_chunk(request.cookie, number).to_vec()
-    } else {
-        wire::simple_reply(request.cookie, number).to_vec()
-    }
-}
-
-fn status_reply(request: &Request, result: io::Result<()>, agreement: Agreement) -> Vec<u8> {
-    match result {
-        Ok(()) => wire::simple_reply(request.cookie, 0).to_vec(),
-        Err(error) => error_reply(request, wire::error_number(&error), agreement),
-    }
-}
-
-fn block_status(backend: &dyn BlockBackend, request: &Request, agreement: Agreement) -> Vec<u8> {
-    const HOLE: u32 = 1;
-    const ZERO: u32 = 2;
-    if !agreement.allocation || u64::from(request.length) < SECTOR {
-        return error_reply(request, errno::INVALID, agreement);
-    }
-    let limit = if request.has(command_flag::ONE_EXTENT) {
-        1
-    } else {
-        EXTENTS
-    };
-    let extents = match backend.extents(request.offset, u64::from(request.length), limit) {
-        Ok(extents) => extents,
-        Err(error) => return error_reply(request, wire::error_number(&error), agreement),
-    };
-    let mut described: Vec<(u32, u32)> = Vec::with_capacity(extents.len());
-    for extent in extents {
-        let flags = match extent.content {
-            Content::Data => 0,
-            // A recorded zero hides what is below and stores nothing: to a client, a hole as well.
-            Content::Zero | Content::Hole => HOLE | ZERO,
-        };
-        let length = u32::try_from(extent.length).unwrap_or(u32::MAX - 511);
-        match described.last_mut() {
-            Some((last, same)) if *same == flags && last.checked_add(length).is_some() => {
-                *last += length
-            }
-            _ => described.push((length, flags)),
-        }
-    }
-    wire::status_chunk(request.cookie, &described)
 }
