@@ -121,10 +121,12 @@ impl Daemon {
         }
         let known = record.exports.contains(&wanted);
         if !known {
-            record.exports.push(wanted.clone());
-            self.save_exports(record, &wanted)?;
+            self.claim(record, &wanted);
         }
         drop(guard);
+        if !known {
+            self.save_exports(record, &wanted)?;
+        }
         match self.start_export(name, &open.device, &wanted, Start::New) {
             Ok(export) => {
                 open.exports.push(export);
@@ -188,9 +190,9 @@ impl Daemon {
                 }
             }));
             let (wanted, number) = choose(request, &numbers)?;
-            record.exports.push(wanted.clone());
-            self.save_exports(record, &wanted)?;
+            self.claim(record, &wanted);
             drop(guard);
+            self.save_exports(record, &wanted)?;
             match self.start_export(name, &open.device, &wanted, Start::New) {
                 Ok(export) => {
                     open.exports.push(export);
@@ -209,14 +211,19 @@ impl Daemon {
         }
     }
 
+    /// Have others that choose a path or number see this one, before it is written down and while it is not running yet.
+    fn claim(&self, record: &mut DeviceRecord, wanted: &ExportRecord) {
+        record.exports.push(wanted.clone());
+        if let Some(slot) = self.slot(&record.device) {
+            slot.show_exports(record);
+        }
+    }
+
     /// Write down an export that is about to be made.
     fn save_exports(&self, record: &mut DeviceRecord, wanted: &ExportRecord) -> Result<()> {
         let result = self.state.save(record, Durability::Process);
         if result.is_err() {
             record.exports.retain(|export| export != wanted);
-        } else if let Some(slot) = self.slot(&record.device) {
-            // Seen by others that choose while this one is not running yet.
-            slot.show_exports(record);
         }
         result
     }

@@ -44,7 +44,7 @@ pub struct Daemon {
     started: Instant,
     ending: AtomicBool,
     devices: Mutex<BTreeMap<String, Arc<Slot>>>,
-    /// Held while a number of a kernel device is chosen and written down.
+    /// Held while the path or number of an export is chosen and claimed.
     numbers: Mutex<()>,
 }
 
