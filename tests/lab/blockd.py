@@ -89,6 +89,10 @@ class Blockd:
         if ended.code != 0:
             raise LabError(f"the daemon ended with {ended.code}: {ended.stderr.decode(errors='replace')}")
 
+    def signal(self, name: str) -> None:
+        """Send the daemon a signal."""
+        self.lab.run("kill", f"-{name}", str(self._pid))
+
     def call(self, method: str, **params: Any) -> Any:
         """One request; its result.
 
@@ -142,7 +146,7 @@ class Blockd:
             raise BlockdError(answer["error"]["code"], answer["error"]["message"])
         return greeting["blockd"], answer["result"]
 
-    def _end(self, signal: str) -> Completed:
+    def _end(self, name: str) -> Completed:
         assert self._process is not None
-        self.lab.run("kill", f"-{signal}", str(self._pid))
+        self.signal(name)
         return self._process.result(timeout=_READY_S)

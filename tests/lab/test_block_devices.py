@@ -189,6 +189,23 @@ def test_a_killed_daemon_is_a_pause(lab: Lab, blockd: Blockd, kind: str) -> None
     load.finish()
 
 
+def test_connections_that_the_kernel_gave_up_are_replaced(lab: Lab, blockd: Blockd) -> None:
+    blockd.open_upper("disk", size_mib=16)
+    export = blockd.export("disk", "kernel-nbd")
+    load = Load(lab, export, blockd.directory)
+    wait_for_writes(blockd, "disk", 20)
+    gave_up = f"block {export.name}: Connection timed out"
+    before = lab.shell('dmesg | grep -c "$1" || true', gave_up)
+    # A daemon that hangs: requests get no answer, and the kernel shuts their connections down.
+    blockd.signal("STOP")
+    lab.shell('until test "$(dmesg | grep -c "$1")" -gt "$2"; do sleep 0.2; done', gave_up, before)
+    blockd.signal("CONT")
+    wait_for_writes(blockd, "disk", 20)
+    load.finish()
+    while blockd.stats("disk")["connections"] < 2:
+        pass
+
+
 def test_requests_wait_for_a_daemon_that_is_away(lab: Lab, blockd: Blockd, kind: str) -> None:
     blockd.open_upper("disk", size_mib=16)
     export = blockd.export("disk", kind)
