@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 const USAGE: &str = "\
 usage: nbd_load --socket PATH [--export NAME] [--operation read|write] [--pattern sequential|random]
-                [--size BYTES] [--depth N] [--seconds S] [--span BYTES] [--seed N] [--flush]";
+                [--size BYTES] [--depth N] [--seconds S | --requests N] [--span BYTES] [--stride BYTES] [--seed N]
+                [--flush]";
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -25,6 +26,10 @@ struct Load {
     /// Requests in flight.
     depth: usize,
     time: Duration,
+    /// Ends after so many, however long they take; 0: when the time is over.
+    requests: u64,
+    /// Bytes from the begin of one place for a request to the next; 0: the size of a request.
+    stride: u64,
     /// Bytes from the begin of the device that are used; 0: all.
     span: u64,
     seed: u64,
@@ -40,14 +45,19 @@ fn main() -> Result<()> {
     } else {
         load.span.min(device_size)
     };
-    let blocks = span / u64::from(load.size);
+    let stride = if load.stride == 0 {
+        u64::from(load.size)
+    } else {
+        load.stride
+    };
+    let blocks = span / stride;
     if blocks == 0 {
         return Err("the device is smaller than one request".into());
     }
     let mut offsets = Offsets {
         random: load.random,
         blocks,
-        size: u64::from(load.size),
+        stride,
         state: load.seed | 1,
         next: 0,
     };
@@ -62,12 +72,13 @@ fn main() -> Result<()> {
     let mut batch = Vec::new();
     let mut reader = Reader::new(stream.try_clone()?);
     loop {
-        let over = started.elapsed() >= load.time;
-        if over && in_flight == 0 {
+        let over = load.requests == 0 && started.elapsed() >= load.time;
+        let is_over = |sent: u64| over || (load.requests > 0 && sent == load.requests);
+        if is_over(cookie) && in_flight == 0 {
             break;
         }
         batch.clear();
-        while !over && in_flight < load.depth {
+        while !is_over(cookie) && in_flight < load.depth {
             cookie += 1;
             request(
                 &mut batch,
@@ -113,7 +124,8 @@ fn main() -> Result<()> {
     let bytes = count as f64 * f64::from(load.size);
     println!(
         "{{\"operation\": \"{}\", \"pattern\": \"{}\", \"size\": {}, \"depth\": {}, \"seconds\": {elapsed:.3}, \
-         \"requests\": {count}, \"iops\": {:.0}, \"mib_per_s\": {:.1}, \"p50_us\": {:.1}, \"p99_us\": {:.1}}}",
+         \"requests\": {count}, \"iops\": {:.0}, \"mib_per_s\": {:.1}, \"p50_us\": {:.1}, \"p99_us\": {:.1}, \
+         \"max_us\": {:.1}}}",
         if load.write { "write" } else { "read" },
         if load.random { "random" } else { "sequential" },
         load.size,
@@ -122,6 +134,7 @@ fn main() -> Result<()> {
         bytes / elapsed / f64::from(1 << 20),
         percentile(50),
         percentile(99),
+        percentile(100),
     );
     Ok(())
 }
@@ -135,6 +148,8 @@ fn parse() -> Result<Load> {
         size: 4096,
         depth: 16,
         time: Duration::from_secs(5),
+        requests: 0,
+        stride: 0,
         span: 0,
         seed: 1,
         flush: false,
@@ -154,12 +169,15 @@ fn parse() -> Result<Load> {
             "--size" => load.size = value.parse()?,
             "--depth" => load.depth = value.parse()?,
             "--seconds" => load.time = Duration::from_secs_f64(value.parse()?),
+            "--requests" => load.requests = value.parse()?,
+            "--stride" => load.stride = value.parse()?,
             "--span" => load.span = value.parse()?,
             "--seed" => load.seed = value.parse()?,
             _ => return Err(USAGE.into()),
         }
     }
-    if load.socket.as_os_str().is_empty() || load.depth == 0 || load.size < 512 {
+    let strides = load.stride == 0 || load.stride >= u64::from(load.size);
+    if load.socket.as_os_str().is_empty() || load.depth == 0 || load.size < 512 || !strides {
         return Err(USAGE.into());
     }
     Ok(load)
@@ -169,7 +187,7 @@ fn parse() -> Result<Load> {
 struct Offsets {
     random: bool,
     blocks: u64,
-    size: u64,
+    stride: u64,
     state: u64,
     next: u64,
 }
@@ -181,11 +199,11 @@ impl Offsets {
             self.state ^= self.state >> 7;
             self.state ^= self.state << 17;
             return (self.state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 11) % self.blocks
-                * self.size;
+                * self.stride;
         }
         let block = self.next;
         self.next = (block + 1) % self.blocks;
-        block * self.size
+        block * self.stride
     }
 }
 
