@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 _MEASURE_S = 0.05
 _NEEDED_CAPABILITIES = (0, 5, 6, 7, 18, 19)
 """CAP_CHOWN, CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_CHROOT, CAP_SYS_PTRACE (to read /proc/PID of another user)."""
-_MACHINE_UIDS = range(0x6A000000, 0x6B000000)
+MACHINE_UIDS = range(0x6A000000, 0x6B000000)
 """Below 2**31, above what systemd, containers and directory services hand out."""
 # rdtsc; shl rdx, 32; or rax, rdx; ret
 _RDTSC = bytes.fromhex("0f3148c1e2204809d0c3")
@@ -105,7 +105,7 @@ def _sample(read_counter: Callable[[], int]) -> tuple[int, int]:
 def machine_uid(machine_id: str) -> int:
     """A user id for one machine's process, far above those of accounts, so that one machine cannot touch another."""
     digest = hashlib.sha256(machine_id.encode()).digest()
-    return _MACHINE_UIDS[0] + int.from_bytes(digest[:4], "big") % len(_MACHINE_UIDS)
+    return MACHINE_UIDS[0] + int.from_bytes(digest[:4], "big") % len(MACHINE_UIDS)
 
 
 def may_change_user() -> bool:
@@ -121,7 +121,7 @@ def may_change_user() -> bool:
         return False
     for line in Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines():
         first, _, count = (int(part) for part in line.split())
-        if first <= _MACHINE_UIDS[0] and _MACHINE_UIDS[-1] < first + count:
+        if first <= MACHINE_UIDS[0] and MACHINE_UIDS[-1] < first + count:
             return True
     return False
 

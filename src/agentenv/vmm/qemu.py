@@ -5,18 +5,22 @@ Contract: `base.py`. What a machine can do once its process runs is in `qemu_mac
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import shutil
+from collections.abc import Sequence
+from enum import Enum, auto
 from pathlib import Path
 
 import structlog
 
 from agentenv.config import MIB
 from agentenv.errors import VmmError
-from agentenv.vmm.base import MachineConfig, MachineRecord, VmmFacts
+from agentenv.vmm.base import DiskFormat, MachineConfig, MachineRecord, VmmFacts
 from agentenv.vmm.caretaker import Caretaker
 from agentenv.vmm.console import LogKeeper
-from agentenv.vmm.host import machine_uid, may_change_user, read_cpu
+from agentenv.vmm.host import MACHINE_UIDS, machine_uid, may_change_user, read_cpu
 from agentenv.vmm.memory import check_memory_file, create_memory_file, memory_path, prepare_memory_dir
 from agentenv.vmm.process import ProcessHandle, finish_in_thread, take_lock
 from agentenv.vmm.qemu_command import (
@@ -27,9 +31,12 @@ from agentenv.vmm.qemu_command import (
     Acceleration,
     Confinement,
     InheritedDescriptors,
+    QmpCommand,
+    attach_commands,
     qemu_arguments,
 )
 from agentenv.vmm.qemu_machine import QemuMachine
+from agentenv.vmm.qemu_waiting import WaitingQemu
 from agentenv.vmm.qmp import listen
 from agentenv.vmm.records import INTENT_NAME, remove_traces, write_intent
 from agentenv.vmm.tap import open_tap
@@ -37,6 +44,22 @@ from agentenv.vmm.tap import open_tap
 log = structlog.get_logger(__name__)
 
 VMM_NAME = "qemu"
+
+
+def _user_of(directory: Path, machine_id: str) -> int:
+    """User id of the process in a directory: the directory's group, where that is one of ours.
+
+    A process that waited for its machine brought the directory, and what it can open there, with it.
+    """
+    group = directory.stat().st_gid
+    return group if group in MACHINE_UIDS else machine_uid(machine_id)
+
+
+class _Start(Enum):
+    BOOT = auto()
+    LOAD = auto()
+    WAITING = auto()
+    """For a state and disks that are not known yet."""
 
 
 class QemuVmm:
@@ -113,7 +136,7 @@ class QemuVmm:
         if not may_change_user():
             return
         try:
-            os.chown(directory, -1, machine_uid(machine_id))
+            os.chown(directory, -1, _user_of(directory, machine_id))
             directory.chmod(0o710)
         except OSError as error:
             raise VmmError(f"cannot give the directory {directory} to its machine: {error.strerror}") from error
@@ -168,33 +191,93 @@ class QemuVmm:
         self._machines.add(machine)
         self._caretaker.start()
 
-    async def _start(self, config: MachineConfig, state: Path | None, memory_file: Path) -> QemuMachine:
-        started: list[ProcessHandle] = []
+    async def start_waiting(self, config: MachineConfig) -> WaitingQemu:
+        """Start a process that has all of a machine but a disk's content, memory and state, which `load` brings.
 
-        def drop(launched: tuple[ProcessHandle, int]) -> None:
-            started.append(launched[0])
+        Its directory is made here. Returns when the process answers. On failure or cancellation nothing is left.
 
+        Raises:
+            VmmError: a disk is not reached over NBD, or QEMU does not start.
+            CapacityError: there is no room for the guest's memory.
+        """
+        if any(disk.format is not DiskFormat.NBD for disk in config.disks):
+            raise VmmError("only disks over NBD can be attached to a machine that was started before")
+
+        def make_directory() -> None:
+            try:
+                config.directory.mkdir(0o700)
+            except OSError as error:
+                raise VmmError(f"cannot make the directory {config.directory}: {error.strerror}") from error
+
+        def remove_directory(_: None = None) -> None:
+            shutil.rmtree(config.directory, ignore_errors=True)
+
+        await finish_in_thread(make_directory, remove_directory)
+        memory_file = memory_path(self.memory_dir, config.machine_id)
+        waiting: WaitingQemu | None = None
         try:
-            process, state_fd = await finish_in_thread(lambda: self._launch(config, state, memory_file), drop)
-            started.append(process)
+            await asyncio.to_thread(self.prepare_directory, config.machine_id, config.directory)
+            process = await self._spawn(config, _Start.WAITING, memory_file)
+            waiting = WaitingQemu(config, self._record(config, memory_file, process), process, self._become)
+            await waiting.answer()
+        except BaseException:
+            if waiting is not None:
+                await waiting.discard()
+            remove_directory()
+            raise
+        return waiting
+
+    async def _become(self, waiting: WaitingQemu, config: MachineConfig, state: Path) -> QemuMachine:
+        commands = [
+            command
+            for index, disk in enumerate(config.disks)
+            for command in attach_commands(index, disk, self._version_numbers)
+        ]
+        return await self._bring_up(config, waiting.process, waiting.memory, state, commands)
+
+    async def _start(self, config: MachineConfig, state: Path | None, memory_file: Path) -> QemuMachine:
+        start = _Start.BOOT if state is None else _Start.LOAD
+        process = await self._spawn(config, start, memory_file)
+        return await self._bring_up(config, process, memory_file, state)
+
+    async def _spawn(self, config: MachineConfig, start: _Start, memory_file: Path) -> ProcessHandle:
+        abandoned: list[ProcessHandle] = []
+        try:
+            return await finish_in_thread(lambda: self._launch(config, start, memory_file), abandoned.append)
+        except BaseException:
+            for process in abandoned:
+                await self._abandon(config, process, memory_file)
+            raise
+
+    async def _bring_up(
+        self,
+        config: MachineConfig,
+        process: ProcessHandle,
+        memory_file: Path,
+        state: Path | None,
+        commands: Sequence[QmpCommand] = (),
+    ) -> QemuMachine:
+        try:
             machine = QemuMachine(self._record(config, memory_file, process), process, self._logs)
             if state is None:
                 await machine.start_booting()
             else:
-                await machine.start_loaded(state_fd)
+                await machine.start_loaded(state, commands)
         except BaseException:
-            for process in started:
-                # Watched first: the loop reaps it even when the wait below is cancelled once more.
-                process.watch()
-                process.kill()
-                remove_traces(self._record(config, memory_file, process), (QMP_NAME,))
-                self._logs.remove(config.directory / CONSOLE_NAME)
-                self._logs.remove(config.directory / ERROR_LOG_NAME)
-                await process.wait()
+            await self._abandon(config, process, memory_file)
             raise
         self._keep(machine)
         log.info("machine_started", machine=config.machine_id, pid=process.pid, loaded=state is not None)
         return machine
+
+    async def _abandon(self, config: MachineConfig, process: ProcessHandle, memory_file: Path) -> None:
+        # Watched first: the loop reaps it even when the wait below is cancelled once more.
+        process.watch()
+        process.kill()
+        remove_traces(self._record(config, memory_file, process), (QMP_NAME,))
+        self._logs.remove(config.directory / CONSOLE_NAME)
+        self._logs.remove(config.directory / ERROR_LOG_NAME)
+        await process.wait()
 
     def _record(self, config: MachineConfig, memory_file: Path, process: ProcessHandle) -> MachineRecord:
         return MachineRecord(
@@ -209,23 +292,19 @@ class QemuVmm:
     def _confinement(self, config: MachineConfig) -> Confinement | None:
         if not may_change_user():
             return None
-        return Confinement(uid=machine_uid(config.machine_id), root=config.directory)
+        return Confinement(uid=_user_of(config.directory, config.machine_id), root=config.directory)
 
-    def _launch(self, config: MachineConfig, state: Path | None, memory_file: Path) -> tuple[ProcessHandle, int]:
-        """Take everything that QEMU inherits and start it. Blocking; a failure leaves nothing but logs.
-
-        Returns:
-            The process, and the number under which it has the saved state open (-1 without one).
-        """
+    def _launch(self, config: MachineConfig, start: _Start, memory_file: Path) -> ProcessHandle:
+        """Take everything that QEMU inherits and start it. Blocking; a failure leaves nothing but logs."""
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as held:
-            if state is not None:
+            if start is _Start.LOAD:
                 undo.callback(memory_file.unlink, missing_ok=True)
                 check_memory_file(memory_file, config.memory_mib * MIB)
             lock = take_lock(config.directory)
             held.callback(os.close, lock)
             undo.callback((config.directory / INTENT_NAME).unlink, missing_ok=True)
             write_intent(config.directory, VMM_NAME, self._version, memory_file)
-            if state is None:
+            if start is not _Start.LOAD:
                 prepare_memory_dir(self.memory_dir)
                 create_memory_file(memory_file, config.memory_mib * MIB)
                 undo.callback(memory_file.unlink, missing_ok=True)
@@ -237,17 +316,6 @@ class QemuVmm:
                 tap = open_tap(config.interface.namespace, config.interface.tap)
                 held.callback(os.close, tap)
                 inherit.append(tap)
-            state_fd = -1
-            if state is not None:
-                try:
-                    state_fd = os.open(state, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise VmmError(f"cannot open the saved state {state}: {error.strerror}") from error
-                held.callback(os.close, state_fd)
-                inherit.append(state_fd)
-            descriptors = InheritedDescriptors(
-                qmp=server.fileno(), tap=tap, state=state_fd if state is not None else None
-            )
             process = ProcessHandle.spawn(
                 qemu_arguments(
                     self._qemu,
@@ -255,8 +323,10 @@ class QemuVmm:
                     self._acceleration,
                     version=self._version_numbers,
                     memory_file=memory_file,
-                    descriptors=descriptors,
+                    descriptors=InheritedDescriptors(qmp=server.fileno(), tap=tap),
                     confinement=self._confinement(config),
+                    incoming=start is not _Start.BOOT,
+                    disks_later=start is _Start.WAITING,
                 ),
                 directory=config.directory,
                 lock=lock,
@@ -265,4 +335,4 @@ class QemuVmm:
                 cpu_limit_s=self._cpu_limit_s,
             )
             undo.pop_all()
-            return process, state_fd
+            return process

@@ -30,6 +30,9 @@ BOOT_MODE = "microvm-1"
 so the number goes up with any change that the guest can see.
 """
 
+PLACEHOLDER = "placeholder"
+"""What a disk is backed by that is not known yet, followed by the number of the disk."""
+
 RECONNECT_S = 7 * 24 * 3600
 """How long requests wait for an NBD server that went away, before they fail. Longer than any sandbox lives and anybody
 needs to bring the server back: a guest notices a pause, and never an error that would turn its file system read-only.
@@ -40,6 +43,8 @@ _OPEN_TIMEOUT_SINCE = (7, 0)
 
 Version = tuple[int, int]
 """Major and minor version of QEMU, whose options have changed their names."""
+QmpCommand = tuple[str, dict[str, Any]]
+"""Name and arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,6 @@ class InheritedDescriptors:
     qmp: int
     """Listening unix socket."""
     tap: int | None
-    state: int | None = None
-    """File with a saved state to load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,40 @@ def kernel_command_line(config: MachineConfig, acceleration: Acceleration) -> st
     return " ".join([*words, *config.extra_arguments])
 
 
-def _disk_arguments(index: int, disk: Disk, version: Version) -> list[str]:
+def _disk_arguments(index: int, disk: Disk, version: Version, *, later: bool) -> list[str]:
+    nodes: list[dict[str, Any]] = []
+    if later:
+        empty = {"driver": "null-co", "node-name": f"{PLACEHOLDER}{index}"}
+        nodes = [empty, {**_raw_node(f"{PLACEHOLDER}{index}"), **_node_options(disk)}]
+    elif disk.format is DiskFormat.NBD:
+        nodes = [{**_nbd_node(disk, version), **_node_options(disk)}]
+    else:
+        file = {"driver": "file", "node-name": f"file{index}", "filename": str(disk.path), "aio": "threads"}
+        nodes = [
+            {**file, **_node_options(disk, filter_zeroes=False)},
+            {**_raw_node(f"file{index}"), **_node_options(disk)},
+        ]
+    nodes[-1]["node-name"] = f"disk{index}"
+    arguments = [word for node in nodes for word in ("-blockdev", json.dumps(node))]
+    return [*arguments, "-device", f"virtio-blk-device,drive=disk{index},id=blk{index}"]
+
+
+def attach_commands(index: int, disk: Disk, version: Version) -> list[QmpCommand]:
+    """QMP commands that put a disk over NBD in the place of what a machine had that waited for its disk."""
+    server = {"node-name": f"nbd{index}", **_nbd_node(disk, version), **_node_options(disk, filter_zeroes=False)}
+    raw = {"node-name": f"disk{index}", **_raw_node(f"nbd{index}"), **_node_options(disk)}
+    return [
+        ("blockdev-add", server),
+        ("blockdev-reopen", {"options": [raw]}),
+        ("blockdev-del", {"node-name": f"{PLACEHOLDER}{index}"}),
+    ]
+
+
+def _raw_node(file: str) -> dict[str, Any]:
+    return {"driver": "raw", "file": file}
+
+
+def _node_options(disk: Disk, *, filter_zeroes: bool = True) -> dict[str, Any]:
     # The machine ends with the host anyway, so a flush to the platter while it runs buys nothing: flushes stop at the
     # host's page cache (for NBD, that of a server which holds nothing back), and whoever keeps a saved state or a disk
     # syncs it.
@@ -113,17 +149,9 @@ def _disk_arguments(index: int, disk: Disk, version: Version) -> list[str]:
         "cache": {"direct": False, "no-flush": True},
         "discard": "unmap",
     }
-    nodes: list[dict[str, Any]] = []
-    if disk.format is DiskFormat.NBD:
-        node = _nbd_node(disk, version)
-    else:
-        nodes.append({"driver": "file", "node-name": f"file{index}", "filename": str(disk.path), "aio": "threads"})
-        node = {"driver": disk.format.value, "file": f"file{index}"}
-    if not disk.read_only:
-        node["detect-zeroes"] = "unmap"
-    nodes.append({"node-name": f"disk{index}", **node})
-    arguments = [word for node in nodes for word in ("-blockdev", json.dumps({**node, **options}))]
-    return [*arguments, "-device", f"virtio-blk-device,drive=disk{index},id=blk{index}"]
+    if filter_zeroes and not disk.read_only:
+        options["detect-zeroes"] = "unmap"
+    return options
 
 
 def _nbd_node(disk: Disk, version: Version) -> dict[str, Any]:
@@ -149,11 +177,18 @@ def qemu_arguments(
     memory_file: Path,
     descriptors: InheritedDescriptors,
     confinement: Confinement | None = None,
+    incoming: bool = False,
+    disks_later: bool = False,
 ) -> list[str]:
     """The whole argument list of one QEMU process, which starts with its vCPUs stopped.
 
     The devices and their order must be the same when a state is saved and when it is loaded. Everything that QEMU
     opens it opens before it gives up its rights (`confinement`); only NBD sockets it opens again, when one breaks.
+
+    Args:
+        qemu, config, acceleration, version, memory_file, descriptors, confinement: what to run, on what, as whom.
+        incoming: wait for a saved state.
+        disks_later: have nothing behind the disks until `attach_commands` were executed.
 
     Raises:
         VmmError: a disk cannot be given to a confined QEMU.
@@ -210,7 +245,7 @@ def qemu_arguments(
         "virtio-rng-device,rng=entropy",
     ]
     for index, disk in enumerate(config.disks):
-        arguments += _disk_arguments(index, disk, version)
+        arguments += _disk_arguments(index, disk, version, later=disks_later)
     if config.interface is not None and descriptors.tap is not None:
         arguments += [
             "-netdev",
@@ -218,7 +253,7 @@ def qemu_arguments(
             "-device",
             f"virtio-net-device,netdev=net0,id=nic0,mac={config.interface.mac}",
         ]
-    if descriptors.state is not None:
+    if incoming:
         arguments += ["-incoming", "defer"]
     return arguments
 

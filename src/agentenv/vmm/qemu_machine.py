@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from agentenv.errors import VmmError
@@ -19,7 +19,7 @@ from agentenv.vmm.base import MachineExit, MachineRecord, MachineStats
 from agentenv.vmm.console import LogKeeper, exit_reason
 from agentenv.vmm.memory import copy_memory_file, file_bytes, share_memory_file
 from agentenv.vmm.process import ProcessHandle, finish_in_thread
-from agentenv.vmm.qemu_command import CONSOLE_NAME, ERROR_LOG_NAME, QMP_NAME
+from agentenv.vmm.qemu_command import CONSOLE_NAME, ERROR_LOG_NAME, QMP_NAME, QmpCommand
 from agentenv.vmm.qmp import QmpClient, QmpDisconnectedError
 from agentenv.vmm.records import remove_traces
 
@@ -195,12 +195,27 @@ class QemuMachine:
         self._logs.remove(self._directory / CONSOLE_NAME)
         self._logs.remove(self._directory / ERROR_LOG_NAME)
 
-    async def start_loaded(self, state_fd: int) -> None:
-        """Read a saved state into a QEMU that waits for one; the machine is paused after that."""
-        async with self._qmp(_START_TIMEOUT_S) as qmp:
-            await qmp.execute("migrate-set-capabilities", _CAPABILITIES, timeout_s=_COMMAND_TIMEOUT_S)
-            await qmp.execute("migrate-incoming", {"uri": f"fd:{state_fd}"}, timeout_s=_COMMAND_TIMEOUT_S)
-            await _migration_end(qmp, f"load the state of machine {self._directory.name}")
+    async def start_loaded(self, state: Path, before: Sequence[QmpCommand] = ()) -> None:
+        """Read a saved state into a QEMU that waits for one; the machine is paused after that.
+
+        Args:
+            state: the file.
+            before: QMP commands to execute first.
+        """
+        try:
+            descriptor = os.open(state, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise VmmError(f"cannot open the saved state {state}: {error.strerror}") from error
+        try:
+            async with self._qmp(_START_TIMEOUT_S) as qmp:
+                for command, arguments in before:
+                    await qmp.execute(command, arguments, timeout_s=_START_TIMEOUT_S)
+                await qmp.execute("migrate-set-capabilities", _CAPABILITIES, timeout_s=_COMMAND_TIMEOUT_S)
+                await qmp.execute("getfd", {"fdname": "state"}, descriptors=[descriptor], timeout_s=_COMMAND_TIMEOUT_S)
+                await qmp.execute("migrate-incoming", {"uri": "fd:state"}, timeout_s=_COMMAND_TIMEOUT_S)
+                await _migration_end(qmp, f"load the state of machine {self._directory.name}")
+        finally:
+            os.close(descriptor)
 
     async def start_booting(self) -> None:
         """Let a new QEMU run its vCPUs for the first time."""

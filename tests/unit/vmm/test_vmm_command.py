@@ -16,6 +16,7 @@ from agentenv.vmm.qemu_command import (
     Acceleration,
     Confinement,
     InheritedDescriptors,
+    attach_commands,
     kernel_command_line,
     qemu_arguments,
 )
@@ -38,7 +39,7 @@ CONFIG = MachineConfig(
 
 
 def arguments_of(
-    config: MachineConfig = CONFIG, acceleration: Acceleration = TCG, state: int | None = None
+    config: MachineConfig = CONFIG, acceleration: Acceleration = TCG, incoming: bool = False
 ) -> dict[str, list[str]]:
     """Values by option name."""
     words = qemu_arguments(
@@ -47,7 +48,8 @@ def arguments_of(
         acceleration,
         version=(7, 2),
         memory_file=Path("/dev/shm/x/iabc.mem"),
-        descriptors=InheritedDescriptors(qmp=7, tap=8 if config.interface else None, state=state),
+        descriptors=InheritedDescriptors(qmp=7, tap=8 if config.interface else None),
+        incoming=incoming,
     )
     assert words[0] == str(QEMU)
     found: dict[str, list[str]] = {}
@@ -126,6 +128,38 @@ def test_an_nbd_disk_outlives_its_server(version: tuple[int, int], waits: bool) 
     assert (node["discard"], node["detect-zeroes"]) == ("unmap", "unmap")
 
 
+def test_a_disk_that_comes_later_is_put_in_the_place_of_nothing() -> None:
+    disk = Disk(Path("disk.sock"), DiskFormat.NBD)
+    words = qemu_arguments(
+        QEMU,
+        replace(CONFIG, disks=(disk,)),
+        TCG,
+        version=(7, 2),
+        memory_file=Path("/m/x.mem"),
+        descriptors=InheritedDescriptors(qmp=7, tap=8),
+        incoming=True,
+        disks_later=True,
+    )
+    empty, raw = [json.loads(words[position + 1]) for position, word in enumerate(words) if word == "-blockdev"]
+    (add, server), (reopen, options), (delete, gone) = attach_commands(0, disk, (7, 2))
+    assert (add, reopen, delete) == ("blockdev-add", "blockdev-reopen", "blockdev-del")
+    assert (raw["node-name"], raw["file"]) == ("disk0", empty["node-name"])
+    assert options == {"options": [{**raw, "file": server["node-name"]}]}, "reopening must change nothing else"
+    assert gone == {"node-name": empty["node-name"]}
+    assert (server["server"]["path"], server["cache"]["no-flush"]) == ("disk.sock", True)
+    at_once = qemu_arguments(
+        QEMU,
+        replace(CONFIG, disks=(disk,)),
+        TCG,
+        version=(7, 2),
+        memory_file=Path("/m/x.mem"),
+        descriptors=InheritedDescriptors(qmp=7, tap=8),
+        incoming=True,
+    )
+    without = [word for word in words if not word.startswith("{") and word != "-blockdev"]
+    assert without == [word for word in at_once if not word.startswith("{") and word != "-blockdev"]
+
+
 def test_an_nbd_socket_that_a_confined_machine_could_not_reach_again_is_refused() -> None:
     config = replace(CONFIG, disks=(Disk(Path("/home/sandboxes/iabc/disk.sock"), DiskFormat.NBD),))
     with pytest.raises(VmmError, match="must be relative"):
@@ -157,7 +191,7 @@ def test_emulation_is_bounded_and_kvm_is_native() -> None:
 
 
 def test_a_loaded_machine_has_the_same_devices_as_a_booted_one() -> None:
-    booted, loaded = arguments_of(), arguments_of(state=9)
+    booted, loaded = arguments_of(), arguments_of(incoming=True)
     assert loaded.pop("-incoming") == ["defer"]
     assert booted == loaded
 
