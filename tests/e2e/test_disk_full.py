@@ -18,12 +18,13 @@ pytestmark = [pytest.mark.vm, pytest.mark.root]
 
 @pytest.fixture
 def small_home(tmp_path: Path) -> Iterator[Path]:
-    """A home on a file system of its own, which holds a copy of the base layer and 256 MiB more."""
+    """A home on a file system of its own, which holds a copy of what was built and 512 MiB more."""
     home, image = tmp_path / "home", tmp_path / "image"
     home.mkdir()
-    layers = sum(path.stat().st_size for path in (BUILT_HOME / "layers" / "sha256").iterdir())
+    shared = [path for name in ("assets", "layers") for path in (BUILT_HOME / name).rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in shared)
     with image.open("wb") as file:
-        file.truncate(layers + (layers >> 5) + (256 << 20))
+        file.truncate(size + (size >> 5) + (512 << 20))
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
     subprocess.run(["mount", "-o", "loop", str(image), str(home)], check=True)
     try:
