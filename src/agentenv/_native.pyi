@@ -206,6 +206,13 @@ def fill(stack: Sequence[_Path], image: _Path, *, cancellation: Cancellation | N
         How many bytes of data were written.
     """
 
+def copy_image(image: _Path, out: _Path, *, replace: bool = False, cancellation: Cancellation | None = None) -> int:
+    """Copy what is not zero of a memory image, which nobody writes to meanwhile, to a sparse file (mode 0600).
+
+    Returns:
+        How many bytes of data were written.
+    """
+
 def compare(
     image: _Path, stack: Sequence[_Path], *, page: int = 4096, cancellation: Cancellation | None = None
 ) -> list[tuple[int, int]]:

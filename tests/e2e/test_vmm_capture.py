@@ -10,15 +10,15 @@ import dataclasses
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agentenv import _native
 from agentenv.config import MIB
 from agentenv.errors import InsufficientStorageError, VmmError
 from agentenv.storage.memory import pack_memory, unpack_memory
-from agentenv.vmm import qemu_machine
 from agentenv.vmm.base import Machine, MachineConfig
-from agentenv.vmm.memory import copy_memory_file
 from harness.server import BUILT_HOME
 from harness.storage import Storage, share_built, storage_of
 from harness.vmm_lab import MEMORY_MIB, Lab, counts_in, still_going, text_of
@@ -138,7 +138,7 @@ async def test_a_copy_without_room_leaves_the_machine_as_it_was(lab: Lab, small_
     await still_going(machine)
     await machine.pause()
     for attempt in (machine.copy_memory, machine.release_memory):
-        with pytest.raises(InsufficientStorageError, match="no room"):
+        with pytest.raises(InsufficientStorageError, match=r"copy\.mem"):
             await attempt(small_file_system / "copy.mem")
         assert list(small_file_system.iterdir()) == []
     await machine.resume()
@@ -151,16 +151,18 @@ async def test_a_cancelled_copy_leaves_nothing_and_nobody_resumes_meanwhile(
 ) -> None:
     machine = await lab.vmm.boot(lab.config("one"))
     await machine.pause()
-    loop, started, finish = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    started, finish = threading.Event(), threading.Event()
+    copy_image = _native.copy_image
 
-    def slow(source: Path, destination: Path) -> None:
-        copy_memory_file(source, destination)
-        loop.call_soon_threadsafe(started.set)
+    def slow(image: Path, out: Path, **options: Any) -> int:
+        copied = copy_image(image, out, **options)
+        started.set()
         finish.wait()
+        return copied
 
-    monkeypatch.setattr(qemu_machine, "copy_memory_file", slow)
+    monkeypatch.setattr(_native, "copy_image", slow)
     copying = asyncio.create_task(machine.copy_memory(lab.root / "copy"))
-    await started.wait()
+    await asyncio.to_thread(started.wait)
     resuming = asyncio.create_task(machine.resume())
     copying.cancel()
     with pytest.raises(TimeoutError):

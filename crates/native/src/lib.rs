@@ -261,6 +261,21 @@ fn fill(
 }
 
 #[pyfunction]
+#[pyo3(signature = (image, out, *, replace = false, cancellation = None))]
+fn copy_image(
+    py: Python<'_>,
+    image: PathBuf,
+    out: PathBuf,
+    replace: bool,
+    cancellation: Option<Bound<'_, Cancellation>>,
+) -> PyResult<u64> {
+    let until = cancellation.as_ref().map(Bound::get);
+    interruptible::run_until(py, until, |cancel| {
+        memory::copy_image(&image, &out, replace, cancel)
+    })
+}
+
+#[pyfunction]
 #[pyo3(signature = (image, stack, *, page = 4096, cancellation = None))]
 fn compare(
     py: Python<'_>,
@@ -290,6 +305,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pack_memory, module)?)?;
     module.add_function(wrap_pyfunction!(unpack, module)?)?;
     module.add_function(wrap_pyfunction!(fill, module)?)?;
+    module.add_function(wrap_pyfunction!(copy_image, module)?)?;
     module.add_function(wrap_pyfunction!(compare, module)?)?;
     Ok(())
 }

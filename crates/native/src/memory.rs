@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use overlaybd::commit::{CommitOptions, LayerWriter};
-use overlaybd::io::WriteAt;
+use overlaybd::io::{ReadAt, WriteAt};
 use overlaybd::stack::Stack;
 use overlaybd::Uuid;
 
 use crate::failure::{About, Failure, Outcome};
 use crate::interruptible::Cancel;
 use crate::layers::Made;
-use crate::open;
+use crate::open::{self, Source};
 use crate::output::{Options, Output};
 use crate::pages::{self, Change, Comparison, Differences, Run, WINDOW};
 use crate::pipeline;
@@ -137,18 +137,9 @@ pub fn compare(
 /// See `unpack` of the module.
 pub fn unpack(paths: &[PathBuf], out: &Path, replace: bool, cancel: &Arc<Cancel>) -> Outcome<u64> {
     let stack = open::stack(paths, cancel)?;
-    let data = pages::data_of(&stack).about(out)?;
-    let output = Output::create(
-        out,
-        Options {
-            replace,
-            mode: MODE,
-            digest: false,
-        },
-        cancel,
-    )?;
+    let output = Output::create(out, sparse(replace), cancel)?;
     WriteAt::set_len(output.file(), stack.virtual_size()).about(out)?;
-    let written = copy_all(&stack, &data, out, output.file())?;
+    let written = copy_stack(&stack, out, output.file())?;
     output.publish()?;
     Ok(written)
 }
@@ -156,7 +147,6 @@ pub fn unpack(paths: &[PathBuf], out: &Path, replace: bool, cancel: &Arc<Cancel>
 /// See `fill` of the module.
 pub fn fill(paths: &[PathBuf], image: &Path, cancel: &Arc<Cancel>) -> Outcome<u64> {
     let stack = open::stack(paths, cancel)?;
-    let data = pages::data_of(&stack).about(image)?;
     let file = File::options().write(true).open(image).about(image)?;
     let found = file.metadata().about(image)?;
     if !found.is_file() || found.blocks() != 0 || found.len() != stack.virtual_size() {
@@ -166,46 +156,78 @@ pub fn fill(paths: &[PathBuf], image: &Path, cancel: &Arc<Cancel>) -> Outcome<u6
             stack.virtual_size()
         )));
     }
-    copy_all(&stack, &data, image, &file)
+    copy_stack(&stack, image, &file)
 }
 
-/// Write what is not zero to a file that is all holes; returns how many bytes that were.
-fn copy_all(stack: &Stack, data: &[Range<u64>], out: &Path, file: &File) -> Outcome<u64> {
-    let copy = Copy {
-        stack,
-        data,
+/// See `copy_image` of the module.
+pub fn copy_image(image: &Path, out: &Path, replace: bool, cancel: &Arc<Cancel>) -> Outcome<u64> {
+    let source = Source::open(image, cancel)?;
+    let size = source.len().about(image)?;
+    let output = Output::create(out, sparse(replace), cancel)?;
+    WriteAt::set_len(output.file(), size).about(out)?;
+    let written = Copy {
+        read: |part: &mut [u8], at| source.read_exact_at(part, at).about(image),
+        size,
+        data: &source.file().data_extents(0..size).about(image)?,
         out,
-        file,
-    };
-    let windows = pages::windows_of(data, &[]);
-    let mut written = 0;
-    pipeline::in_order(
-        windows.len(),
-        || vec![0; WINDOW as usize],
-        |buffer, number| copy.window(windows[number], buffer),
-        |count| {
-            written += count;
-            Ok(())
-        },
-    )?;
+        file: output.file(),
+    }
+    .all()?;
+    output.publish()?;
     Ok(written)
 }
 
-struct Copy<'a> {
-    stack: &'a Stack,
+fn sparse(replace: bool) -> Options {
+    Options {
+        replace,
+        mode: MODE,
+        digest: false,
+    }
+}
+
+/// Write what is not zero in a stack to a file that is all holes; returns how many bytes that were.
+fn copy_stack(stack: &Stack, out: &Path, file: &File) -> Outcome<u64> {
+    Copy {
+        read: |part: &mut [u8], at| stack.read_at(part, at).about(out),
+        size: stack.virtual_size(),
+        data: &pages::data_of(stack).about(out)?,
+        out,
+        file,
+    }
+    .all()
+}
+
+struct Copy<'a, R> {
+    read: R,
+    /// Of what is read, in bytes.
+    size: u64,
     data: &'a [Range<u64>],
     out: &'a Path,
     file: &'a File,
 }
 
-impl Copy<'_> {
+impl<R: Fn(&mut [u8], u64) -> Outcome<()> + Sync> Copy<'_, R> {
+    /// Write what is not zero; returns how many bytes that were.
+    fn all(&self) -> Outcome<u64> {
+        let windows = pages::windows_of(self.data, &[]);
+        let mut written = 0;
+        pipeline::in_order(
+            windows.len(),
+            || vec![0; WINDOW as usize],
+            |buffer, number| self.window(windows[number], buffer),
+            |count| {
+                written += count;
+                Ok(())
+            },
+        )?;
+        Ok(written)
+    }
+
     /// Write what is not zero in one window; returns how many bytes that were.
     fn window(&self, offset: u64, buffer: &mut [u8]) -> Outcome<u64> {
-        pages::fill(buffer, &(offset..offset + WINDOW), self.data, |part, at| {
-            self.stack.read_at(part, at).about(self.out)
-        })?;
+        pages::fill(buffer, &(offset..offset + WINDOW), self.data, &self.read)?;
         // Nothing behind the end of the device is data, so that no block reaches beyond it by more than zeros.
-        let length = (self.stack.virtual_size() - offset).min(WINDOW) as usize;
+        let length = (self.size - offset).min(WINDOW) as usize;
         let mut written = 0;
         let mut start = 0;
         while start < length {

@@ -103,6 +103,28 @@ async def fill_memory(stack: Sequence[Path], image: Path) -> int:
     return await _stoppable(work, lambda: None)
 
 
+async def copy_memory(image: Path, out: Path, *, replace: bool = False) -> int:
+    """Copy what is not zero of an image to a sparse file (mode 0600).
+
+    Args:
+        image: nobody may write to it meanwhile.
+        out: the copy.
+        replace: take the place of a file of that name.
+
+    Returns:
+        How many bytes of data were written.
+
+    Raises:
+        InsufficientStorageError: the file system of `out` is full.
+        StorageError: the image cannot be read, `out` exists or cannot be written.
+    """
+
+    def work(cancellation: _native.Cancellation) -> int:
+        return _native.copy_image(image, out, replace=replace, cancellation=cancellation)
+
+    return await _stoppable(work, lambda: out.unlink(missing_ok=True))
+
+
 async def compare_memory(image: Path, stack: Sequence[Path]) -> tuple[ByteRange, ...]:
     """Where an image differs from a stack: ascending, whole pages, never adjacent.
 

@@ -144,7 +144,7 @@ class Machine(Protocol):
         """Write the device state of a paused machine to a file. Guest memory stays in its memory file."""
 
     async def copy_memory(self, destination: Path) -> None:
-        """Copy the touched part of a paused machine's memory to a new sparse file (mode 0600).
+        """Copy what is not zero of a paused machine's memory to a new sparse file (mode 0600).
 
         It cannot be resumed meanwhile. On failure or cancellation nothing of the file is left.
         """

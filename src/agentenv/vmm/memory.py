@@ -1,7 +1,7 @@
 """Guest memory files: where they lie while a machine runs, how they are made, and which of them nobody owns.
 
 A memory file is named after its machine in a directory that belongs to one home alone, so that its owner is known
-from its name even when a server died before it noted anything. Every function blocks: call it in a thread.
+from its name even when a server died before it noted anything. Every plain function blocks: call it in a thread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from collections.abc import Collection
 from pathlib import Path
 
 from agentenv.config import MIB, Settings
-from agentenv.errors import AgentEnvError, CapacityError, ConfigurationError, InsufficientStorageError, VmmError
-from agentenv.storage.copying import copy_sparse
+from agentenv.errors import (
+    AgentEnvError,
+    CapacityError,
+    ConfigurationError,
+    InsufficientStorageError,
+    StorageError,
+    VmmError,
+)
+from agentenv.storage.memory import copy_memory
 from agentenv.vmm.host import filesystem_is_tmpfs
+from agentenv.vmm.process import finish_in_thread
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _ENOUGH_BYTES = 1024 * MIB
@@ -107,45 +115,39 @@ def check_memory_file(path: Path, size_bytes: int) -> None:
         raise VmmError(f"the memory file {path} has {found.st_size} bytes, the machine's memory {size_bytes}")
 
 
-def copy_memory_file(source: Path, destination: Path) -> None:
-    """Copy the touched part of a memory file that nobody writes to into a new one. A failure leaves nothing.
+async def copy_memory_file(source: Path, destination: Path) -> None:
+    """Copy a memory file that nobody writes to into a new sparse one. A failure or cancellation leaves nothing.
 
     Raises:
         InsufficientStorageError: no room for the copy.
         VmmError: `destination` exists or cannot be written, or `source` cannot be read.
     """
     try:
-        reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise VmmError(f"cannot read the memory file {source}: {error.strerror}") from error
-    try:
-        writing = os.open(destination, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            copy_sparse(reading, writing)
-        except BaseException:
-            destination.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(writing)
-    except OSError as error:
-        raise _not_made(destination, error) from error
-    finally:
-        os.close(reading)
+        await copy_memory(source, destination)
+    except StorageError as error:
+        raise VmmError(f"cannot copy the memory file {source}: {error.message}") from error
 
 
-def share_memory_file(source: Path, destination: Path) -> None:
+async def share_memory_file(source: Path, destination: Path) -> None:
     """Give a memory file a second name; on another file system, make a copy, as `copy_memory_file` does.
 
     Raises:
         InsufficientStorageError: no room for a copy.
         VmmError: `destination` exists or cannot be made, or `source` is missing.
     """
-    try:
-        os.link(source, destination, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _NO_SECOND_NAME:
+
+    def link() -> bool:
+        try:
+            os.link(source, destination, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in _NO_SECOND_NAME:
+                return False
             raise _not_made(destination, error) from error
-        copy_memory_file(source, destination)
+        return True
+
+    linked = await finish_in_thread(link, lambda made: destination.unlink() if made else None)
+    if not linked:
+        await copy_memory_file(source, destination)
 
 
 def _not_made(path: Path, error: OSError) -> AgentEnvError:

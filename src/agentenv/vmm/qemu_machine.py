@@ -18,7 +18,7 @@ from agentenv.errors import VmmError
 from agentenv.vmm.base import MachineExit, MachineRecord, MachineStats
 from agentenv.vmm.console import LogKeeper, exit_reason
 from agentenv.vmm.memory import copy_memory_file, file_bytes, share_memory_file
-from agentenv.vmm.process import ProcessHandle, finish_in_thread
+from agentenv.vmm.process import ProcessHandle
 from agentenv.vmm.qemu_command import CONSOLE_NAME, ERROR_LOG_NAME, QMP_NAME, QmpCommand
 from agentenv.vmm.qmp import QmpClient, QmpDisconnectedError
 from agentenv.vmm.records import remove_traces
@@ -95,16 +95,14 @@ class QemuMachine:
             draft.unlink(missing_ok=True)
 
     async def copy_memory(self, destination: Path) -> None:
-        """Copy the touched part of a paused machine's memory to a new sparse file, readable for its owner only.
+        """Copy what is not zero of a paused machine's memory to a new sparse file, readable for its owner only.
 
         Raises:
             VmmError: the machine is not paused or has ended, or the file exists or cannot be written.
             InsufficientStorageError: no room for the copy. Nothing is left of it then.
         """
         async with self._memory_of_paused("copied") as memory:
-            await finish_in_thread(
-                lambda: copy_memory_file(memory, destination), lambda _: destination.unlink(missing_ok=True)
-            )
+            await copy_memory_file(memory, destination)
 
     async def release_memory(self, destination: Path) -> None:
         """End a paused machine, whose memory file becomes `destination`: at once on the same file system, else copied.
@@ -118,9 +116,7 @@ class QemuMachine:
             InsufficientStorageError: no room for a copy.
         """
         async with self._memory_of_paused("released") as memory:
-            await finish_in_thread(
-                lambda: share_memory_file(memory, destination), lambda _: destination.unlink(missing_ok=True)
-            )
+            await share_memory_file(memory, destination)
             await self.kill()
 
     async def shutdown(self, timeout_s: float) -> None:

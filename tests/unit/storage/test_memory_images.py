@@ -16,7 +16,7 @@ from layer_bytes import LETTERS, MIB, NIL, ONES, SECTOR, committed, endless, tar
 
 from agentenv import _native
 from agentenv.errors import InsufficientStorageError, LayerError, StorageError
-from agentenv.storage.memory import ByteRange, compare_memory, fill_memory, pack_memory, unpack_memory
+from agentenv.storage.memory import ByteRange, compare_memory, copy_memory, fill_memory, pack_memory, unpack_memory
 
 PAGE = 4096
 
@@ -348,3 +348,22 @@ async def test_a_stack_fills_a_file_that_is_mapped_already(tmp_path: Path) -> No
         with pytest.raises(StorageError, match="no empty sparse file"):
             await fill_memory([tmp_path / "layer"], tmp_path / f"{pages}")
         assert (tmp_path / f"{pages}").stat().st_blocks == 0
+
+
+async def test_a_copy_has_what_is_not_zero(tmp_path: Path) -> None:
+    size = 3000 * PAGE
+    zeros = {page: bytes(PAGE) for page in range(100, 400)}
+    write_image(tmp_path / "image", zeros | {0: b"a" * PAGE, 130: b"b" * 5, 2999: b"c" * PAGE}, size)
+    assert await copy_memory(tmp_path / "image", tmp_path / "copy") == 3 * PAGE
+    assert (tmp_path / "copy").read_bytes() == (tmp_path / "image").read_bytes()
+    assert (tmp_path / "copy").stat().st_blocks * SECTOR <= 3 * PAGE + 64 * 1024
+    assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(StorageError, match="exist"):
+        await copy_memory(tmp_path / "image", tmp_path / "copy")
+    with pytest.raises(StorageError, match="none"):
+        await copy_memory(tmp_path / "none", tmp_path / "other")
+    assert await copy_memory(tmp_path / "copy", tmp_path / "image", replace=True) == 3 * PAGE
+    assert not (tmp_path / "other").exists()
+    write_image(tmp_path / "empty", {}, size)
+    assert await copy_memory(tmp_path / "empty", tmp_path / "other") == 0
+    assert (tmp_path / "other").stat().st_size == size
