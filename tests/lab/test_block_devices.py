@@ -48,8 +48,8 @@ def blockd(lab: Lab) -> Iterator[Blockd]:
 
 @pytest.fixture
 def cramped_blockd(lab: Lab) -> Iterator[Blockd]:
-    """Like `blockd`, with a file system of 12 MiB for all that it stores."""
-    daemon = Blockd(lab, size_mib=12)
+    """Like `blockd`, with a file system of 8 MiB for all that it stores."""
+    daemon = Blockd(lab, size_mib=8)
     daemon.start()
     yield daemon
     assert daemon.tear_down() == []
@@ -63,7 +63,7 @@ class Load:
         self._flag = f"{directory}/stop"
         # A seed of its own for each run: what a run before wrote is told from what this one did.
         self._work = lab.start_shell(
-            'until test -e "$2"; do fio --name=load --filename="$1" --rw=randwrite --bs=4k --size=3m --direct=1'
+            'until test -e "$2"; do fio --name=load --filename="$1" --rw=randwrite --bs=4k --size=2m --direct=1'
             " --ioengine=libaio --iodepth=8 --randrepeat=0 --verify=crc32c --verify_backlog=64 --verify_fatal=1"
             " --output-format=terse || exit 1; done",
             export.path,
@@ -91,13 +91,13 @@ def wait_for_writes(blockd: Blockd, device: str, count: int) -> None:
 
 
 def test_a_file_system_on_a_stack(lab: Lab, blockd: Blockd, kind: str) -> None:
-    blockd.open_upper("disk", size_mib=256)
+    blockd.open_upper("disk", size_mib=64)
     export = blockd.export("disk", kind, queues=2)
     assert blockd.export("disk", kind) == export
     queue = f"/sys/block/{export.name}/queue"
     assert lab.shell('ls "$1/mq" | wc -l; cat "$1/size" "$1/ro"', f"/sys/block/{export.name}").split() == [
         "2",
-        str(256 * MIB // 512),
+        str(64 * MIB // 512),
         "0",
     ]
     assert lab.shell('cat "$1/write_cache" "$1/logical_block_size"', queue).split("\n") == ["write back", "512"]
@@ -114,7 +114,7 @@ def test_a_file_system_on_a_stack(lab: Lab, blockd: Blockd, kind: str) -> None:
     assert refused.value.code == "not_found"
     # Two jobs, so that both queues are used.
     lab.shell(
-        "fio --name=verify --directory=/mnt/disk --numjobs=2 --rw=randwrite --bs=16k --size=4m --direct=1"
+        "fio --name=verify --directory=/mnt/disk --numjobs=2 --rw=randwrite --bs=16k --size=2m --direct=1"
         " --verify=crc32c --ioengine=libaio --iodepth=8 --fsync=64 --verify_fatal=1 --output-format=terse",
         timeout_s=DEADLINE_S,
     )
@@ -169,10 +169,10 @@ def test_ten_restacks_under_load(lab: Lab, blockd: Blockd, kind: str) -> None:
     assert sum(layer["data_bytes"] > 0 for layer in layers) >= 5
     assert blockd.stats("disk")["depth"] == 11
     # What was written is in the layers now, and reads the same through a daemon that only knows the files.
-    digest = lab.shell('dd if="$1" bs=1M count=3 iflag=direct status=none | sha256sum', export.path)
+    digest = lab.shell('dd if="$1" bs=1M count=2 iflag=direct status=none | sha256sum', export.path)
     blockd.terminate()
     blockd.start()
-    assert lab.shell('dd if="$1" bs=1M count=3 iflag=direct status=none | sha256sum', export.path) == digest
+    assert lab.shell('dd if="$1" bs=1M count=2 iflag=direct status=none | sha256sum', export.path) == digest
 
 
 def test_a_killed_daemon_is_a_pause(lab: Lab, blockd: Blockd, kind: str) -> None:
@@ -221,7 +221,7 @@ def test_requests_wait_for_a_daemon_that_is_away(lab: Lab, blockd: Blockd, kind:
 
 def test_a_shared_device_refuses_writes(lab: Lab, blockd: Blockd, kind: str) -> None:
     layer = f"{blockd.directory}/sealed"
-    blockd.open_upper("disk", size_mib=16)
+    blockd.open_upper("disk", size_mib=4)
     export = blockd.export("disk", kind)
     lab.shell('dd if=/dev/urandom of="$1" bs=1M count=4 oflag=direct status=none', export.path)
     digest = lab.shell('sha256sum < "$1"', export.path)
@@ -239,16 +239,16 @@ def test_a_shared_device_refuses_writes(lab: Lab, blockd: Blockd, kind: str) -> 
     assert lab.shell('echo 3 > /proc/sys/vm/drop_caches; sha256sum < "$1"', shared.path) == digest
     blockd.call("close", device="shared")
     lab.run("test", "-b", shared.path)
-    assert lab.shell('dd if="$1" bs=1M count=16 iflag=direct status=none | sha256sum', shared.path) == digest
+    assert lab.shell('dd if="$1" bs=1M count=4 iflag=direct status=none | sha256sum', shared.path) == digest
     blockd.call("close", device="shared")
 
 
 def test_a_full_disk_is_an_error_of_the_application(lab: Lab, cramped_blockd: Blockd, kind: str) -> None:
     blockd = cramped_blockd
-    blockd.open_upper("disk", size_mib=64)
+    blockd.open_upper("disk", size_mib=16)
     export = blockd.export("disk", kind)
     data = "/lab/random"
-    lab.shell('dd if=/dev/urandom of="$1" bs=1M count=32 status=none', data)
+    lab.shell('dd if=/dev/urandom of="$1" bs=1M count=16 status=none', data)
     write = ("dd", f"if={data}", f"of={export.path}", "bs=64k", "oflag=direct", "status=none")
     full = lab.run(*write, check=False)
     assert full.code == 1
@@ -256,10 +256,10 @@ def test_a_full_disk_is_an_error_of_the_application(lab: Lab, cramped_blockd: Bl
     assert {"ublk": b"No space left on device", "kernel-nbd": b"Input/output error"}[kind] in full.stderr
     assert blockd.stats("disk")["errors"] > 0
     # Reads go on, and after room was made, writes too.
-    lab.shell('dd if="$1" bs=64k count=64 iflag=direct status=none | cmp -n 4194304 - "$2"', export.path, data)
-    lab.run("mount", "-o", "remount,size=100m", blockd.directory)
+    lab.shell('dd if="$1" bs=64k count=32 iflag=direct status=none | cmp -n 2097152 - "$2"', export.path, data)
+    lab.run("mount", "-o", "remount,size=60m", blockd.directory)
     lab.run(*write)
-    lab.shell('cmp -n 33554432 "$1" "$2"; rm "$2"', export.path, data)
+    lab.shell('cmp -n 16777216 "$1" "$2"; rm "$2"', export.path, data)
 
 
 def test_a_host_without_the_module(lab: Lab, blockd: Blockd, kind: str) -> None:
