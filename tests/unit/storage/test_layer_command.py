@@ -181,6 +181,64 @@ def test_an_interrupt_ends_cat(tmp_path: Path) -> None:
         assert cat.wait() == 130
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["inspect", "layer"], ["inspect", "layer", "--json"], ["verify", "layer"], ["cat", "layer"]],
+)
+def test_an_output_that_takes_nothing_is_one_line(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "layer").write_bytes(SEGMENT)
+    program = [AENV, "layer", *command]
+    with Path("/dev/full").open("wb") as full:
+        refused = subprocess.run(
+            program, cwd=tmp_path, env=environment(tmp_path), stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(b"aenv: ")
+    assert b"No space left on device" in refused.stderr
+    assert refused.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("command", [["inspect", "layer"], ["verify", "layer"], ["cat", "layer"]])
+def test_a_closed_output_is_one_line(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "layer").write_bytes(SEGMENT)
+    program = ["sh", "-c", 'exec "$@" >&-', "sh", AENV, "layer", *command]
+    refused = subprocess.run(program, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE, check=False)
+    assert (refused.returncode, refused.stderr) == (1, b"aenv: standard output is closed\n")
+
+
+@pytest.mark.parametrize(
+    ("tag", "shown"),
+    [
+        (b"\\[/x] [bold]", rb"\[/x] [bold]"),
+        (b"\x1b]0;title\x07", rb"\x1b]0;title\x07"),
+        (b"one\ntwo", rb"one\ntwo"),
+        ("größe".encode(), "größe".encode()),
+    ],
+)
+def test_tags_are_shown_not_obeyed(aenv: Aenv, tmp_path: Path, tag: bytes, shown: bytes) -> None:
+    layer = bytearray(SEGMENT)
+    at = len(layer) - 4096 + 134
+    layer[at : at + len(tag)] = tag
+    (tmp_path / "layer").write_bytes(layer)
+    assert b"user_tag      " + shown + b"\n" in aenv("inspect", "layer").stdout
+    assert json.loads(aenv("inspect", "layer", "--json").stdout)["user_tag"] == tag.decode()
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "raw").write_bytes(b"\xa5" * 4096)
+    strict = environment(tmp_path) | {"PYTHONIOENCODING": "utf-8:strict"}
+
+    def run(*arguments: str | bytes) -> bytes:
+        return subprocess.run(
+            [AENV, "layer", *arguments], cwd=tmp_path, env=strict, stdout=subprocess.PIPE, check=True
+        ).stdout
+
+    made = json.loads(run("create", "--from-raw", "raw", b"odd\xff\n", "--json"))
+    assert os.fsencode(made["path"]) == b"odd\xff\n"
+    assert run("verify", b"odd\xff\n").startswith(rb"odd\udcff\n: good, ")
+    assert run("create", "--force", "--from-raw", "raw", b"odd\xff\n").startswith(rb"odd\udcff\n: ")
+
+
 def test_the_real_program(tmp_path: Path) -> None:
     (tmp_path / "layer").write_bytes(SEGMENT)
     out, errors = process(tmp_path, "cat", "layer", "--offset", "65535", "--length", "2").communicate()
