@@ -187,7 +187,7 @@ def test_an_interrupt_ends_cat(tmp_path: Path) -> None:
 )
 def test_an_output_that_takes_nothing_is_one_line(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "layer").write_bytes(SEGMENT)
-    program = [AENV, "layer", *command]
+    program: list[str | Path] = [AENV, "layer", *command]
     with Path("/dev/full").open("wb") as full:
         refused = subprocess.run(
             program, cwd=tmp_path, env=environment(tmp_path), stdout=full, stderr=subprocess.PIPE, check=False
@@ -201,7 +201,7 @@ def test_an_output_that_takes_nothing_is_one_line(tmp_path: Path, command: list[
 @pytest.mark.parametrize("command", [["inspect", "layer"], ["verify", "layer"], ["cat", "layer"]])
 def test_a_closed_output_is_one_line(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "layer").write_bytes(SEGMENT)
-    program = ["sh", "-c", 'exec "$@" >&-', "sh", AENV, "layer", *command]
+    program: list[str | Path] = ["sh", "-c", 'exec "$@" >&-', "sh", AENV, "layer", *command]
     refused = subprocess.run(program, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE, check=False)
     assert (refused.returncode, refused.stderr) == (1, b"aenv: standard output is closed\n")
 
