@@ -73,7 +73,16 @@ impl Layer {
                 header.flags
             )));
         }
-        let trailer = read_trailer(source.as_ref(), length)?;
+        let trailer = read_trailer(source.as_ref(), length).map_err(|error| match error {
+            // The header is a layer's, so that there are two ways to have come to this.
+            Error::Format(reason) if header.has(flags::SEALED) => {
+                Error::Format(format!("{reason}; the end is missing or damaged"))
+            }
+            Error::Format(reason) => Error::Format(format!(
+                "{reason}; this is an upper that is not sealed, or its end is missing"
+            )),
+            other => other,
+        })?;
         let variant = if header.has(flags::SEALED) {
             Variant::Committed
         } else {

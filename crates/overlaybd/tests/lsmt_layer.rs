@@ -217,6 +217,18 @@ fn every_truncation_is_an_error() {
     }
 }
 
+#[test]
+fn a_missing_end_and_an_unsealed_upper_are_told_apart() {
+    let said = |file: &[u8]| layer(file).map(|_| ()).unwrap_err().to_string();
+    let mut file = committed(|writer| writer.write(0, &[1; 8192]).unwrap());
+    file.truncate(file.len() - 4096);
+    let cut = said(&file);
+    assert!(cut.ends_with("the end is missing or damaged"), "{cut}");
+    file[28] = 3; // header of an upper
+    let open = said(&file);
+    assert!(open.contains("an upper that is not sealed"), "{open}");
+}
+
 /// A file that claims to be huge, and is where it is read.
 struct Claimed {
     length: u64,
