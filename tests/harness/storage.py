@@ -26,14 +26,19 @@ from agentenv.vmm.base import Disk
 DAEMON_NAME = "aenv-blockd"
 
 
+def _settings_of(home: Path) -> Settings:
+    """Settings of a home, whatever `AENV_HOME` says."""
+    return Settings().model_copy(update={"home": home})
+
+
 def share_built(built: Path, home: Path) -> None:
     """Give an empty home the assets and the base template of another, without copying where that is possible."""
-    link_home(Settings(home=home), built)
+    link_home(_settings_of(home), built)
 
 
 def register_image(home: Path, template_id: str, image: Path) -> Template:
     """Make a template of a home from a raw disk image, which stays as it is."""
-    settings = Settings(home=home)
+    settings = _settings_of(home)
     with closing(LayerStore(home / "layers")) as layers:
         layer = layer_of_image(image, layers, owner_of(template_id))
         template = Template(
@@ -93,7 +98,7 @@ class Storage:
 @asynccontextmanager
 async def storage_of(home: Path) -> AsyncIterator[Storage]:
     """Start the storage room of a home, as the server does; at the end its disks are removed and its daemon ends."""
-    settings = Settings(home=home)
+    settings = _settings_of(home)
     paths = settings.paths
     async with AsyncExitStack() as stack:
         layers = LayerStore(paths.layers)

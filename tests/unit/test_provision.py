@@ -81,6 +81,12 @@ def test_a_home_that_lacks_something_is_refused(tmp_path: Path, built: Settings,
     assert not (tmp_path / "new" / "templates").exists()
 
 
+def test_a_home_is_not_linked_to_itself(tmp_path: Path, built: Settings) -> None:
+    (tmp_path / "name").symlink_to(built.home)
+    with pytest.raises(AssetError, match="is the home itself"):
+        link_home(built, tmp_path / "name")
+
+
 def test_programs_are_those_given_else_those_named_by_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,9 +95,11 @@ def link_home(settings: Settings, source: Path) -> None:
     """Give a home the assets and the base template of another one of this host: hard links where it is possible.
 
     Raises:
-        AssetError: the other home has none, or they cannot be linked or copied.
+        AssetError: the other home has none or is the same one, or they cannot be linked or copied.
         LayerError, StorageError: a layer of the template is missing or damaged, or there is no room.
     """
+    if source.resolve() == settings.home.resolve():
+        raise AssetError(f"{source} is the home itself; set AENV_HOME to the new one")
     theirs = HomePaths(source)
     manifest = theirs.template(TEMPLATE_ID) / TEMPLATE_MANIFEST
     if not manifest.is_file() or not (theirs.assets / ASSETS_MANIFEST).is_file():
