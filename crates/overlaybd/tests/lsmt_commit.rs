@@ -385,3 +385,36 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn layers_that_leave_the_size_to_others_keep_what_they_hold() {
+    let sizeless = |block: u64, fill: u8| {
+        let mut output = Vec::new();
+        let mut writer = LayerWriter::new(&mut output, options(0, true)).unwrap();
+        writer.write(block * 4096, &[fill; 4096]).unwrap();
+        writer.write_zeroes((block + 1) * 4096, 4096).unwrap();
+        writer.finish().unwrap();
+        output
+    };
+    let parts = [sizeless(2, 1), sizeless(9, 2)];
+    let layers = parts
+        .iter()
+        .map(|file| Arc::new(layer(file).unwrap()))
+        .collect();
+    let mut merged = Vec::new();
+    let options = CommitOptions {
+        keep_zeroes: true,
+        ..Default::default()
+    };
+    let made = merge(&Lowers::merge(layers).unwrap(), &mut merged, options).unwrap();
+    assert_eq!(
+        (made.virtual_size, made.records, made.zero_records),
+        (0, 4, 2)
+    );
+    let base = lsmt_support::base::base(0..16, 7, SIZE);
+    let [low, high] = parts;
+    assert_eq!(
+        read_all(&stack_of(&[base.clone(), merged])),
+        read_all(&stack_of(&[base, low, high]))
+    );
+}

@@ -8,6 +8,7 @@ pub use writer::{CommitOptions, Committed, LayerWriter, Sink};
 use std::ops::Range;
 
 use crate::io::ReadAt;
+use crate::layer::MAX_VIRTUAL_SIZE;
 use crate::record::SECTOR;
 use crate::stack::{ExtentKind, Lowers, Stack, View};
 use crate::upper::Upper;
@@ -128,7 +129,9 @@ fn write_view(
         },
     )?;
     let mut buffer = Vec::new();
-    view.extents(0, size.div_ceil(SECTOR), |extent| match extent.kind {
+    // Layers that leave the size to the one below hold something all the same.
+    let end = if size == 0 { MAX_VIRTUAL_SIZE } else { size };
+    view.extents(0, end.div_ceil(SECTOR), |extent| match extent.kind {
         ExtentKind::Hole => Ok(()),
         ExtentKind::Zero => writer.write_zeroes(extent.offset, extent.length),
         ExtentKind::Data => {

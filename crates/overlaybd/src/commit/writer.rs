@@ -195,10 +195,14 @@ impl<'a> LayerWriter<'a> {
     /// First sector and count of a valid piece.
     fn accept(&mut self, offset: u64, length: u64) -> Result<(u64, u64)> {
         let end = offset.checked_add(length);
+        let limit = match self.header.virtual_size {
+            0 => MAX_VIRTUAL_SIZE, // the layer below decides
+            size => size,
+        };
         let valid = offset % SECTOR == 0
             && length % SECTOR == 0
             && offset >= self.position * SECTOR
-            && end.is_some_and(|end| end <= self.header.virtual_size.next_multiple_of(SECTOR));
+            && end.is_some_and(|end| end <= limit.next_multiple_of(SECTOR));
         if !valid {
             return Err(Error::Invalid(format!(
                 "{length} bytes at {offset} in a layer of {} bytes that is written up to {}",
