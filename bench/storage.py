@@ -367,10 +367,11 @@ def _copy(source: Path, out: Path) -> str:
 
 
 def report(scale: Scale, tables: dict[str, list[list[str]]], load: float) -> None:
+    after = os.getloadavg()[0]
     busy = (
-        f" Other work kept the machine busy meanwhile (load average {load:.1f} before the run): rates and their ratios "
-        "vary with it, those of servers with one thread per client most; processor time hardly does."
-        if load > (os.cpu_count() or 1)
+        f" Other work kept the machine busy meanwhile (load average {load:.1f} before, {after:.1f} after): rates and "
+        "their ratios vary with it, those of servers with one thread per client most; processor time hardly does."
+        if max(load, after) > (os.cpu_count() or 1)
         else ""
     )
     write_section(
