@@ -27,7 +27,7 @@ app = typer.Typer(
 @app.command()
 def serve(
     listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one.")] = "127.0.0.1:8000",
-    drain: Annotated[bool, typer.Option("--drain", help="End all sandboxes when the server stops.")] = False,
+    drain: Annotated[bool, typer.Option("--drain", help="End all running sandboxes when the server stops.")] = False,
     config: Annotated[Path | None, typer.Option(help="Configuration file (TOML); else AENV_CONFIG.")] = None,
 ) -> None:
     """Run the server. Sandboxes outlive it unless --drain is given."""
