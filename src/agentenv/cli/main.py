@@ -43,6 +43,8 @@ app.command("exec", context_settings={"allow_interspersed_args": False})(execute
 app.command()(execute.shell)
 app.command()(copy.cp)
 app.command()(sandboxes.logs)
+app.command()(sandboxes.pause)
+app.command()(sandboxes.resume)
 app.command()(sandboxes.rm)
 app.command(context_settings={"ignore_unknown_options": True})(sandboxes.timeout)
 app.command()(doctor.doctor)
