@@ -149,7 +149,6 @@ class Pauser:
         parts = self._parts
         sandbox = live.sandbox
         began = parts.clock.monotonic()
-        previous = sandbox.snapshot_id
         snapshot_id = hidden_id(sandbox.id)
         hidden = False
         try:
@@ -194,7 +193,7 @@ class Pauser:
         live.not_before = None
         parts.hide(live)
         self.let_sleep(live)
-        await self._tidy(live, previous)
+        await self._tidy(live)
         _log.info("sandbox_paused", sandbox=sandbox.id, memory=memory, took_s=round(parts.clock.monotonic() - began, 3))
         message = "paused" if memory else "paused without its memory"
         await logbook.append(live.holdings.directory, LogEntry(now, "info", "orchestrator", message))
@@ -296,13 +295,13 @@ class Pauser:
         message = f"a pause failed, it runs on: {getattr(reason, 'message', type(reason).__name__)}"
         await logbook.append(holdings.directory, LogEntry(now, "warn", "orchestrator", message))
 
-    async def _tidy(self, live: LiveSandbox, previous: str | None) -> None:
+    async def _tidy(self, live: LiveSandbox) -> None:
         """Give back what a paused sandbox does not need. What cannot be is tried again when it is resumed or killed."""
         parts = self._parts
         try:
             await parts.releaser.give_back(live.holdings)
-            if previous is not None:
-                await parts.releaser.delete_snapshot(live.holdings, previous)
+            for snapshot_id in sorted(live.holdings.snapshots - {live.sandbox.snapshot_id}):
+                await parts.releaser.delete_snapshot(live.holdings, snapshot_id)
         except AgentEnvError as error:
             _log.warning("release_failed", sandbox=live.sandbox.id, error=error.message)
 
@@ -357,7 +356,7 @@ class Pauser:
     async def _sleep_on(self, live: LiveSandbox) -> None:
         """The way back of a resume."""
         parts = self._parts
-        await self._tidy(live, None)
+        await self._tidy(live)
         paused = replace(live.sandbox, state=SandboxState.PAUSED)
         try:
             if live.state is SandboxState.RESUMING:

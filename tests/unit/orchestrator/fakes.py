@@ -438,7 +438,6 @@ class FakeSaved:
         await self._script.at("unpack")
         (snapshot_id,) = stack
         assert str(snapshot_id) in self._world.leased
-        self._world.memory.add(out.name)
         out.write_text(str(snapshot_id))
         await self._script.at("unpack done")
         return 1
@@ -631,6 +630,8 @@ class FakeOrphans:
         for vm in strays:
             _remove_vm(self._world, vm, "reaped")
         self._world.memory &= {Path(record.directory).name for record in live}
+        for path in (self._world.home / "memory").glob("*"):
+            path.unlink()
         return [vm.directory.name for vm in strays]
 
 
@@ -753,6 +754,7 @@ class Server:
         assert world.memory == running
         assert world.disks == running
         assert world.leased == []
+        assert not list((world.home / "memory").glob("*")), "memory of a machine that was never loaded"
         assert set(world.snapshots) == {one.snapshot_id for one in sandboxes.values() if one.snapshot_id is not None}
         assert all(sandboxes[name].snapshot_id is not None for name in paused)
         assert {int(vm.record.version) for vm in world.vms.values()} == set(world.lent)
