@@ -144,7 +144,7 @@ def test_paused_at_its_end_and_woken_by_traffic(own_server: RunningServer) -> No
     _until(lambda: _get(own_server, sandbox, 8080, "/page") == (200, b"hello\n"), "no server in the guest")
     token = _info(own_server, sandbox)["envdAccessToken"]
     sandbox.set_timeout(0)
-    _until(lambda: _info(own_server, sandbox)["state"] == "paused", "it was not paused")
+    _until(lambda: "pauseMode" in _info(own_server, sandbox), "it was not paused")
     assert _info(own_server, sandbox)["lifecycle"] == {"onTimeout": "pause", "autoResume": True}
     assert _get(own_server, sandbox, 49983, "/health")[0] == 502, "no token, no waking"
     assert _get(own_server, sandbox, 49983, "/health", **{"X-Access-Token": "wrong"})[0] == 502
