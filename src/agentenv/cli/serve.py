@@ -174,6 +174,8 @@ async def _assemble(
     templates = TemplateStore(settings.paths, settings, layers)
     snapshots = SnapshotService(await asyncio.to_thread(LocalSnapshots, settings.paths.snapshots, layers))
     await snapshots.recover()
+    saved = SavedMachines(snapshots, layers, disks, assets, vmm.facts)
+    stack.push_async_callback(saved.close)
     orchestrator = Orchestrator(
         settings,
         vmm=vmm,
@@ -184,7 +186,7 @@ async def _assemble(
         agents=agents,
         orphans=HostOrphans(settings.paths.sandboxes, memory_dir),
         host=SystemHostProbe(settings.home, memory_dir if filesystem_is_tmpfs(memory_dir) else None),
-        saved=SavedMachines(snapshots, layers, disks, assets, vmm.facts),
+        saved=saved,
     )
     await orchestrator.start()
     stack.push_async_callback(orchestrator.close, drain=drain)

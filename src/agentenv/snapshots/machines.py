@@ -52,6 +52,8 @@ class CapturedDisks(Protocol):
 
     async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]: ...
 
+    async def collected(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class SavedMemory:
@@ -128,6 +130,14 @@ class SavedMachines:
         self._assets = assets
         self._facts = facts
         self._digests: dict[Path, str] = {}
+        self._garbage = False
+        self._collecting: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """End background work. Before the disks are closed."""
+        if self._collecting is not None:
+            self._collecting.cancel()
+            await asyncio.wait([self._collecting])
 
     async def save(self, capture: Capture) -> SnapshotManifest:
         """Make a snapshot of a stopped machine. It exists, durably, when this returns; else nothing of it is left.
@@ -176,7 +186,7 @@ class SavedMachines:
         return await self._snapshots.get(snapshot_id)
 
     async def delete(self, snapshot_id: str) -> None:
-        """Delete a snapshot. Idempotent.
+        """Delete a snapshot; the space of its layers comes back a little later. Idempotent.
 
         Raises:
             AgentEnvError: it cannot be deleted.
@@ -185,6 +195,14 @@ class SavedMachines:
             await self._snapshots.delete(snapshot_id)
         except SnapshotNotFoundError:
             return
+        self._garbage = True
+        if self._collecting is None or self._collecting.done():
+            self._collecting = asyncio.get_running_loop().create_task(self._collect(), name="snapshot-garbage")
+
+    async def _collect(self) -> None:
+        while self._garbage:
+            self._garbage = False
+            await self._disks.collected()
 
     async def hidden(self) -> tuple[str, ...]:
         """Ids of all hidden snapshots, damaged ones, too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import Sequence
@@ -28,13 +29,19 @@ FACTS = VmmFacts("qemu", "7.2", "tcg", "microvm", "max", frozenset(), 0)
 class Disk:
     """One disk, whose chain may change between two looks at it."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: LayerStore) -> None:
+        self.layers = layers
+        self.collections = 0
         self.chains: list[tuple[StoredLayer, ...]] = []
         self.captured = 0
 
     async def capture(self, disk_id: str) -> StoredLayer:
         self.captured += 1
         return self.chains[-1][-1]
+
+    async def collected(self) -> None:
+        self.collections += 1
+        await asyncio.to_thread(self.layers.collect_garbage)
 
     async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]:
         return self.chains.pop(0) if len(self.chains) > 1 else self.chains[0]
@@ -45,7 +52,7 @@ class Node:
         self.home = home
         self.layers = LayerStore(home / "layers")
         self.snapshots = LocalSnapshots(home / "snapshots", self.layers)
-        self.disk = Disk()
+        self.disk = Disk(self.layers)
         assets = home / "assets"
         assets.mkdir()
         for name in ("vmlinux-1-a", "initramfs-a"):
@@ -114,7 +121,6 @@ async def test_a_chain_of_captures_stores_what_changed(node: Node) -> None:
         manifest = await node.saved.save(node.capture(snapshot_id, parent))
         if parent is not None:
             await node.saved.delete(parent)
-        node.layers.collect_garbage()
         sizes.append(manifest.memory_layers[-1].size)
         assert len(manifest.memory_layers) == number % machines.MOST_MEMORY_LAYERS + 1
         async with node.saved.load(snapshot_id, memory=True) as machine:
@@ -200,3 +206,18 @@ async def test_nothing_is_left_of_a_failure(node: Node) -> None:
     assert await node.saved.hidden() == ()
     assert node.layers.references("snapshot:pause-i1-1") == ()
     assert [path.name for path in (node.home / "snapshots").iterdir() if path.is_dir()] == []
+
+
+async def test_space_comes_back(node: Node) -> None:
+    node.touch(0, os.urandom(MIB))
+    for number in range(4):
+        await node.saved.save(node.capture(f"pause-i1-{number}"))
+        node.touch(0, os.urandom(MIB))
+    await asyncio.gather(*(node.saved.delete(f"pause-i1-{number}") for number in range(4)))
+    collecting = node.saved._collecting
+    assert collecting is not None
+    await collecting
+    assert [layer.digest for layer in node.layers.list()] == [node.disk.chains[0][0].digest]
+    assert node.disk.collections <= 4
+    await node.saved.close()
+    await node.saved.close()
