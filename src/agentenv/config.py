@@ -170,6 +170,8 @@ class HomePaths:
         """The layer store."""
         self.disks = home / "disks"
         """The writable layers of disks. On the file system of `layers`: they become layers by a rename."""
+        self.snapshots = home / "snapshots"
+        """Saved machines; their layers are in `layers`."""
         self.blockd = home / "blockd"
         """State of the block daemon."""
         self.run = home / "run"

@@ -151,6 +151,12 @@ class SnapshotNotFoundError(NotFoundError):
         super().__init__(f"snapshot '{snapshot_id}' not found")
 
 
+class SnapshotMismatchError(ConflictError):
+    """This node cannot run a snapshot; the message names what does not match."""
+
+    should_retry = False
+
+
 class NetworkError(AgentEnvError):
     """A network slot could not be made, changed or removed."""
 
@@ -178,6 +184,14 @@ class BlockDaemonError(StorageError):
 
 class GuestAgentError(AgentEnvError):
     """The agent inside the guest did not answer, or answered with an error."""
+
+
+class GuestUnresponsiveError(GuestAgentError):
+    """The agent is silent, and what was asked needs it; the sandbox goes on as it was."""
+
+    status = 503
+    error_code = "sandbox_guest_agent_unresponsive"
+    retry_after_s = 5
 
 
 class SandboxStartError(AgentEnvError):

@@ -83,6 +83,9 @@ def test_command_line_2_19(server: RunningServer) -> None:
     assert "process ended" in e2b("sandbox", "logs", sandbox_id)
     e2b("sandbox", "metrics", sandbox_id)
     assert "base" in e2b("template", "list")
-    assert "not supported" in e2b("sandbox", "pause", sandbox_id, expect=1)
+    e2b("sandbox", "pause", sandbox_id)
+    assert server.api("GET", f"/sandboxes/{sandbox_id}")[1]["state"] == "paused"
+    e2b("sandbox", "resume", sandbox_id)
+    assert server.api("GET", f"/sandboxes/{sandbox_id}")[1]["state"] == "running"
     assert "killed" in e2b("sandbox", "kill", sandbox_id)
     assert server.api("GET", f"/sandboxes/{sandbox_id}")[0] == 404

@@ -79,6 +79,21 @@ class LegacyConnectBody(_Request):
     memory: bool | None = None
 
 
+class PauseBody(_Request):
+    """How a sandbox is paused."""
+
+    memory: bool | None = Field(default=None, description="false: keep the disk alone")
+    require_healthy_guest: bool | None = Field(default=None, alias="requireHealthyGuest")
+
+
+class ResumeBody(_Request):
+    """As `ConnectBody`, for the older route that resumes paused sandboxes only."""
+
+    timeout: Int32 | None = None
+    auto_pause: bool | None = Field(default=None, alias="autoPause")
+    memory: bool | None = None
+
+
 class TimeoutBody(_Request):
     """Seconds from now to expiry; zero or less: now."""
 
@@ -119,6 +134,7 @@ class ListedSandbox(_Response):
     state: str
     envd_version: str = Field(alias="envdVersion")
     metadata: dict[str, str]
+    envd_unresponsive_at_pause: bool | None = Field(default=None, alias="envdUnresponsiveAtPause")
 
 
 class NetworkInfo(_Response):

@@ -41,6 +41,7 @@ def create_request(
         metadata=dict(body.metadata or {}),
         env_vars=dict(body.env_vars or {}),
         on_timeout=OnTimeout.PAUSE if body.auto_pause else OnTimeout.KILL,
+        auto_pause_memory=body.auto_pause_memory is not False,
         auto_resume=auto_resume,
         lifecycle_given=body.auto_pause is not None or body.auto_resume is not None,
         allow_internet_access=body.allow_internet_access,
@@ -69,8 +70,6 @@ def _check_env_vars(env_vars: Mapping[str, str]) -> None:
 
 
 def _refuse_unsupported(body: CreateBody) -> None:
-    if body.auto_pause:
-        raise NotImplementedYetError("autoPause: this version cannot pause sandboxes yet; leave it out or send false")
     if body.mcp is not None:
         raise NotImplementedYetError("mcp: MCP servers in sandboxes are not supported yet")
     if body.iam is not None and body.iam.get("tokens") != {}:

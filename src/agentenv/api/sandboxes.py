@@ -1,4 +1,4 @@
-"""Routes of a sandbox's life: create, connect, list, info, kill, timeouts (E2B contract §2.2.1-2.2.7).
+"""Routes of a sandbox's life: create, connect, list, info, kill, timeouts, pause (E2B contract §2.2.1-2.2.9).
 
 Each route reads its input, calls the service once, and shows the result.
 """
@@ -24,7 +24,9 @@ from agentenv.api.models import (
     CreateBody,
     LegacyConnectBody,
     ListedSandbox,
+    PauseBody,
     RefreshBody,
+    ResumeBody,
     SandboxHandle,
     SandboxInfo,
     TimeoutBody,
@@ -69,9 +71,9 @@ def add_sandbox_routes(app: FastAPI, service: SandboxService, limits: SandboxSet
         )
         return handle_view(await while_client_waits(request, service.create(wish)), domain)
 
-    async def connect(sandbox_id: str, timeout_s: int, response: Response) -> SandboxHandle:
+    async def connect(sandbox_id: str, timeout_s: int, memory: bool | None, response: Response) -> SandboxHandle:
         check_timeout(timeout_s, limits.max_timeout_s)
-        sandbox, resumed = await service.connect(parse_sandbox_id(sandbox_id), timeout_s)
+        sandbox, resumed = await service.connect(parse_sandbox_id(sandbox_id), timeout_s, memory=memory)
         response.status_code = 201 if resumed else 200
         return handle_view(sandbox, domain)
 
@@ -92,13 +94,14 @@ def add_sandbox_routes(app: FastAPI, service: SandboxService, limits: SandboxSet
     @app.post("/v2/sandboxes/{sandbox_id:segment}/connect", response_model_exclude_none=True, tags=["sandboxes"])
     async def connect_sandbox(sandbox_id: str, response: Response, body: ConnectBody | None = None) -> SandboxHandle:
         """Extend a running sandbox (200) or resume a paused one (201). Never shortens its life."""
-        timeout_s = body.timeout if body is not None else None
-        return await connect(sandbox_id, limits.default_timeout_s if timeout_s is None else timeout_s, response)
+        body = body or ConnectBody()
+        timeout_s = limits.default_timeout_s if body.timeout is None else body.timeout
+        return await connect(sandbox_id, timeout_s, body.memory, response)
 
     @app.post("/sandboxes/{sandbox_id:segment}/connect", response_model_exclude_none=True, tags=["sandboxes"])
     async def connect_sandbox_legacy(sandbox_id: str, response: Response, body: LegacyConnectBody) -> SandboxHandle:
         """As the v2 route, for older SDKs."""
-        return await connect(sandbox_id, body.timeout, response)
+        return await connect(sandbox_id, body.timeout, body.memory, response)
 
     @app.get("/v2/sandboxes", response_model_exclude_none=True, tags=["sandboxes"])
     async def list_sandboxes(
@@ -142,6 +145,32 @@ def add_sandbox_routes(app: FastAPI, service: SandboxService, limits: SandboxSet
     async def kill_sandbox(sandbox_id: str) -> None:
         """End a sandbox and remove all that belongs to it."""
         await service.kill(parse_sandbox_id(sandbox_id))
+
+    @app.post("/sandboxes/{sandbox_id:segment}/pause", status_code=204, tags=["sandboxes"])
+    async def pause_sandbox(sandbox_id: str, body: PauseBody | None = None) -> None:
+        """Save a sandbox and end its VM. It costs disk space only, until it is connected to, or killed."""
+        body = body or PauseBody()
+        await service.pause(
+            parse_sandbox_id(sandbox_id),
+            memory=body.memory is not False,
+            require_healthy=body.require_healthy_guest is True,
+        )
+
+    @app.post(
+        "/sandboxes/{sandbox_id:segment}/resume",
+        status_code=201,
+        response_model_exclude_none=True,
+        tags=["sandboxes"],
+    )
+    async def resume_sandbox(sandbox_id: str, body: ResumeBody | None = None) -> SandboxHandle:
+        """Resume a paused sandbox, for older SDKs; one that runs is refused (409)."""
+        body = body or ResumeBody()
+        timeout_s = LEGACY_TIMEOUT_S if body.timeout is None else body.timeout
+        check_timeout(timeout_s, limits.max_timeout_s)
+        sandbox = await service.resume(
+            parse_sandbox_id(sandbox_id), timeout_s, auto_pause=body.auto_pause, memory=body.memory
+        )
+        return handle_view(sandbox, domain)
 
     @app.post("/sandboxes/{sandbox_id:segment}/timeout", status_code=204, tags=["sandboxes"])
     async def set_sandbox_timeout(sandbox_id: str, body: TimeoutBody) -> None:

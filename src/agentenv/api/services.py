@@ -19,8 +19,18 @@ class SandboxService(Protocol):
         """Start a sandbox and return when its agent is ready, or return what the same idempotency key made before."""
         ...
 
-    async def connect(self, sandbox_id: str, timeout_s: int) -> tuple[Sandbox, bool]:
+    async def connect(self, sandbox_id: str, timeout_s: int, *, memory: bool | None = None) -> tuple[Sandbox, bool]:
         """Extend a running sandbox or resume a paused one; the flag says whether it was resumed."""
+        ...
+
+    async def resume(
+        self, sandbox_id: str, timeout_s: int, *, auto_pause: bool | None = None, memory: bool | None = None
+    ) -> Sandbox:
+        """Resume a paused sandbox."""
+        ...
+
+    async def pause(self, sandbox_id: str, *, memory: bool = True, require_healthy: bool = False) -> None:
+        """Pause a running sandbox; when this returns it can be resumed."""
         ...
 
     def get(self, sandbox_id: str) -> Sandbox:

@@ -14,10 +14,6 @@ from agentenv.api.services import SandboxService
 from agentenv.errors import NotImplementedYetError
 
 _FEATURES: dict[str, tuple[tuple[str, str], ...]] = {
-    "pausing and resuming sandboxes": (
-        ("POST", "/sandboxes/{sandbox_id:segment}/pause"),
-        ("POST", "/sandboxes/{sandbox_id:segment}/resume"),
-    ),
     "forking sandboxes": (("POST", "/sandboxes/{sandbox_id:segment}/fork"),),
     "snapshots": (
         ("POST", "/sandboxes/{sandbox_id:segment}/snapshots"),

@@ -18,7 +18,7 @@ from agentenv.api.models import (
 )
 from agentenv.errors import SandboxNotFoundError
 from agentenv.ids import CLIENT_ID
-from agentenv.orchestrator.model import LogEntry, MetricSample, NetworkOptions, Sandbox, SandboxState
+from agentenv.orchestrator.model import LogEntry, MetricSample, NetworkOptions, Sandbox
 
 
 def handle_view(sandbox: Sandbox, domain: str) -> SandboxHandle:
@@ -54,6 +54,7 @@ def list_view(sandbox: Sandbox) -> ListedSandbox:
         state=_state(sandbox),
         envd_version=sandbox.envd_version,
         metadata=dict(sandbox.request.metadata),
+        envd_unresponsive_at_pause=True if sandbox.agent_unresponsive_at_pause else None,
     )
 
 
@@ -74,7 +75,7 @@ def info_view(sandbox: Sandbox, domain: str) -> SandboxInfo:
         allow_internet_access=request.allow_internet_access,
         network=_network_view(request.network),
         lifecycle=lifecycle,
-        pause_mode="full" if sandbox.state is SandboxState.PAUSED else None,
+        pause_mode=None if sandbox.pause_mode is None else sandbox.pause_mode.value,
     )
 
 

@@ -27,7 +27,7 @@ app = typer.Typer(
 @app.command()
 def serve(
     listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one.")] = "127.0.0.1:8000",
-    drain: Annotated[bool, typer.Option("--drain", help="End all sandboxes when the server stops.")] = False,
+    drain: Annotated[bool, typer.Option("--drain", help="End all running sandboxes when the server stops.")] = False,
     config: Annotated[Path | None, typer.Option(help="Configuration file (TOML); else AENV_CONFIG.")] = None,
 ) -> None:
     """Run the server. Sandboxes outlive it unless --drain is given."""
@@ -43,6 +43,8 @@ app.command("exec", context_settings={"allow_interspersed_args": False})(execute
 app.command()(execute.shell)
 app.command()(copy.cp)
 app.command()(sandboxes.logs)
+app.command()(sandboxes.pause)
+app.command()(sandboxes.resume)
 app.command()(sandboxes.rm)
 app.command(context_settings={"ignore_unknown_options": True})(sandboxes.timeout)
 app.command()(doctor.doctor)

@@ -1,10 +1,11 @@
-"""Commands on sandboxes as a whole: start, ls, info, rm, timeout, logs."""
+"""Commands on sandboxes as a whole: start, ls, info, rm, pause, resume, timeout, logs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
@@ -36,6 +37,8 @@ def start(
     env: Annotated[list[str] | None, typer.Option("-e", "--env", help="KEY=VALUE for every process.")] = None,
     metadata: Annotated[list[str] | None, typer.Option("-m", "--metadata", help="KEY=VALUE to find it by.")] = None,
     no_internet: Annotated[bool, typer.Option("--no-internet", help="Close the network.")] = False,
+    auto_pause: Annotated[bool, typer.Option("--auto-pause", help="Pause it at its end, do not end it.")] = False,
+    auto_resume: Annotated[bool, typer.Option("--auto-resume", help="With --auto-pause: traffic resumes it.")] = False,
     output: OutputOption = None,
 ) -> None:
     """Start a sandbox and print its id (with -o json: all that the server says of it)."""
@@ -47,6 +50,10 @@ def start(
     }
     if no_internet:
         body["allow_internet_access"] = False
+    if auto_resume and not auto_pause:
+        raise CommandError("--auto-resume needs --auto-pause", exit_code=2)
+    if auto_pause:
+        body |= {"autoPause": True, "autoResume": {"enabled": auto_resume}}
 
     async def run() -> None:
         async with connect() as client:
@@ -114,22 +121,63 @@ def rm(
     if bool(sandboxes) == everything:
         raise CommandError("name the sandboxes, or say --all", exit_code=2)
 
-    async def end(client: Client, sandbox_id: str) -> str | None:
+    async def end(client: Client, sandbox_id: str) -> None:
+        await client.request("DELETE", sandbox_path(sandbox_id))
+
+    async def run() -> None:
+        ids = sandboxes
+        if not ids:
+            async with connect() as client:
+                ids = [row["sandboxID"] for row in await client.list_sandboxes()]
+        await _each(ids, end)
+
+    asyncio.run(run())
+
+
+def pause(
+    sandboxes: Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Sandbox ids.")],
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Keep the disk alone; it boots again later.")] = False,
+) -> None:
+    """Pause sandboxes: they cost disk space only, until they are resumed."""
+
+    async def one(client: Client, sandbox_id: str) -> None:
+        await client.request("POST", sandbox_path(sandbox_id, "/pause"), body={"memory": not no_memory})
+
+    asyncio.run(_each(sandboxes, one))
+
+
+def resume(
+    sandboxes: Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Sandbox ids.")],
+    timeout: Annotated[int, typer.Option("-t", "--timeout", help="Seconds until it ends.", min=1)] = 300,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Boot it from its disk.")] = False,
+) -> None:
+    """Resume paused sandboxes. One that runs lives so long at least."""
+    body: dict[str, Any] = {"timeout": timeout}
+    if no_memory:
+        body["memory"] = False
+
+    async def one(client: Client, sandbox_id: str) -> None:
+        await client.request("POST", f"/v2{sandbox_path(sandbox_id, '/connect')}", body=body)
+
+    asyncio.run(_each(sandboxes, one))
+
+
+async def _each(sandboxes: list[str], work: Callable[[Client, str], Awaitable[None]]) -> None:
+    """Do something with each sandbox at the same time; print the id of each that it is done with."""
+
+    async def attempt(client: Client, sandbox_id: str) -> str | None:
         try:
-            await client.request("DELETE", sandbox_path(sandbox_id))
+            await work(client, sandbox_id)
         except CommandError as error:
             return f"{sandbox_id}: {error}"
         sys.stdout.write(sandbox_id + "\n")
+        sys.stdout.flush()
         return None
 
-    async def run() -> None:
-        async with connect() as client:
-            ids = sandboxes or [row["sandboxID"] for row in await client.list_sandboxes()]
-            failures = [text for text in await asyncio.gather(*(end(client, one) for one in ids)) if text]
-        if failures:
-            raise CommandError("; ".join(failures))
-
-    asyncio.run(run())
+    async with connect() as client:
+        failures = [text for text in await asyncio.gather(*(attempt(client, one) for one in sandboxes)) if text]
+    if failures:
+        raise CommandError("; ".join(failures))
 
 
 def timeout(

@@ -37,6 +37,9 @@ from agentenv.orchestrator.lock import ServerLock
 from agentenv.orchestrator.orchestrator import Orchestrator
 from agentenv.orchestrator.orphans import HostOrphans
 from agentenv.proxy.app import SandboxProxy
+from agentenv.snapshots.machines import SavedMachines
+from agentenv.snapshots.repository import LocalSnapshots
+from agentenv.snapshots.service import SnapshotService
 from agentenv.storage.daemon import BlockDaemonProcess
 from agentenv.storage.disks import DiskStore
 from agentenv.storage.layers import LayerStore
@@ -56,7 +59,8 @@ def serve(listen: str, *, drain: bool = False, config: Path | None = None) -> in
 
     Args:
         listen: `HOST:PORT`; port 0 takes a free one.
-        drain: end all sandboxes when the server stops. Otherwise they go on, and the next server takes them over.
+        drain: end all sandboxes that run when the server stops. Otherwise they go on, and the next server takes them
+            over. Paused ones stay in any case.
         config: a TOML file; None takes `AENV_CONFIG`, else the one in the home.
 
     Returns:
@@ -168,6 +172,10 @@ async def _assemble(
     slots = SlotPool(settings.network, settings.home)
     stack.push_async_callback(slots.close)
     templates = TemplateStore(settings.paths, settings, layers)
+    snapshots = SnapshotService(await asyncio.to_thread(LocalSnapshots, settings.paths.snapshots, layers))
+    await snapshots.recover()
+    saved = SavedMachines(snapshots, layers, disks, assets, vmm.facts)
+    stack.push_async_callback(saved.close)
     orchestrator = Orchestrator(
         settings,
         vmm=vmm,
@@ -178,6 +186,7 @@ async def _assemble(
         agents=agents,
         orphans=HostOrphans(settings.paths.sandboxes, memory_dir),
         host=SystemHostProbe(settings.home, memory_dir if filesystem_is_tmpfs(memory_dir) else None),
+        saved=saved,
     )
     await orchestrator.start()
     stack.push_async_callback(orchestrator.close, drain=drain)

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,11 @@ from typing import Any
 
 from agentenv import durable
 from agentenv.config import Settings
-from agentenv.errors import AssetError
+from agentenv.errors import AssetError, SnapshotError
 from agentenv.guest import kernel
 from agentenv.guest.initramfs import build_initramfs
 from agentenv.guest.rootfs import Progress
+from agentenv.snapshots.encoding import decode
 
 MANIFEST = "assets.json"
 _LAYOUT = 1
@@ -146,7 +147,7 @@ def _build(
     wanted = {"kernel": kernel_part, "initramfs": initramfs_part, "blockd": blockd_part}
     if wanted != manifest:
         durable.write_json(directory / MANIFEST, wanted)
-        _remove_old(directory, wanted)
+        _remove_old(directory, wanted, _saved_digests(settings.paths.snapshots))
     progress("guest assets", f"kernel {kernel_part['version']}", 1.0)
     return load_assets(settings)
 
@@ -272,12 +273,30 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
     return content
 
 
-def _remove_old(directory: Path, manifest: dict[str, Any]) -> None:
-    """Drop what the manifest does not name any more, but for the newest few of `_KEPT`."""
+def _saved_digests(snapshots: Path) -> frozenset[str]:
+    """Digests (hex) of kernels and initramfs that saved machines need in order to be loaded."""
+    digests = set()
+    for path in snapshots.glob("*/manifest.json"):
+        try:
+            environment = decode(path.read_bytes(), str(path)).environment
+        except (OSError, SnapshotError):  # gone meanwhile, or damaged: no machine is loaded from it
+            continue
+        if environment is not None:
+            digests |= {environment.kernel_digest, environment.initramfs_digest}
+    return frozenset(digest.removeprefix("sha256:") for digest in digests)
+
+
+def _remove_old(directory: Path, manifest: dict[str, Any], saved: Collection[str]) -> None:
+    """Drop what neither the manifest nor a saved machine names any more, but for the newest few of `_KEPT`."""
     named = {part["file"] for part in manifest.values()} | set(_module_files(manifest["kernel"]))
     old = [path for path in directory.glob("*.ko") if path.name not in named]
     for pattern, kept in _KEPT.items():
         newest_first = sorted(directory.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
-        old += [path for path in newest_first[kept:] if path.name not in named]
+        old += [
+            path
+            for path in newest_first[kept:]
+            # The name ends with the begin of the digest.
+            if path.name not in named and not any(digest.startswith(path.name.rsplit("-", 1)[-1]) for digest in saved)
+        ]
     for path in old:
         path.unlink()

@@ -13,11 +13,12 @@ from typing import Any
 
 from agentenv.errors import StorageError
 from agentenv.network.base import Slot
-from agentenv.orchestrator.model import CreateRequest, NetworkOptions, OnTimeout, Sandbox, SandboxState
+from agentenv.orchestrator.model import CreateRequest, NetworkOptions, OnTimeout, PauseMode, Sandbox, SandboxState
 from agentenv.vmm.base import MachineRecord
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
+_OPTIONAL_TIMES = ("resumed_at", "paused_at")
 
 
 def to_micros(moment: datetime) -> int:
@@ -66,6 +67,9 @@ def encode_sandbox(sandbox: Sandbox) -> str:
     values: dict[str, Any] = {field.name: getattr(sandbox, field.name) for field in fields(sandbox)}
     values["started_at"] = to_micros(sandbox.started_at)
     values["end_at"] = to_micros(sandbox.end_at)
+    for name in _OPTIONAL_TIMES:
+        values[name] = None if values[name] is None else to_micros(values[name])
+    values["template_env"] = dict(sandbox.template_env)
     values["request"] = encode_request(sandbox.request)
     return _dump(values)
 
@@ -77,6 +81,11 @@ def decode_sandbox(text: str) -> Sandbox:
         values["state"] = SandboxState(values["state"])
         values["started_at"] = from_micros(values["started_at"])
         values["end_at"] = from_micros(values["end_at"])
+        for name in _OPTIONAL_TIMES:
+            if values.get(name) is not None:
+                values[name] = from_micros(values[name])
+        if values.get("pause_mode") is not None:
+            values["pause_mode"] = PauseMode(values["pause_mode"])
         values["request"] = decode_request(values["request"])
         return Sandbox(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

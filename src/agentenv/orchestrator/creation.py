@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 import structlog
 
 from agentenv import ids
-from agentenv.config import Settings
+from agentenv.config import MIB, Settings
 from agentenv.errors import (
     AgentEnvError,
     CapacityError,
@@ -23,7 +23,6 @@ from agentenv.errors import (
     IdempotencyMismatchError,
     InsufficientStorageError,
     InvalidRequestError,
-    NotImplementedYetError,
     SandboxStartError,
     TooManyRequestsError,
 )
@@ -36,7 +35,7 @@ from agentenv.orchestrator.cleanup import Cleaner
 from agentenv.orchestrator.journal import Journal, KeyClaim, Outcome, Resource, ResourceKind
 from agentenv.orchestrator.launch import Holdings, Launcher, LaunchPlan, Releaser
 from agentenv.orchestrator.live import LiveSandbox, LiveSandboxes
-from agentenv.orchestrator.model import CreateRequest, LogEntry, OnTimeout, Sandbox, SandboxState
+from agentenv.orchestrator.model import CreateRequest, LogEntry, Sandbox, SandboxState
 from agentenv.orchestrator.ports import Clock, Template, TemplateStore
 from agentenv.orchestrator.states import Event, after
 from agentenv.orchestrator.tasks import OwnedTasks, to_the_end
@@ -107,10 +106,6 @@ class Creator:
         longest = self._parts.settings.sandbox.max_timeout_s
         if not 0 < request.timeout_s <= longest:
             raise InvalidRequestError(f"timeout must be between 1 and {longest} seconds")
-        if request.on_timeout is OnTimeout.PAUSE or request.auto_resume:
-            raise NotImplementedYetError(
-                "pausing on timeout is not available yet; create the sandbox without autoPause"
-            )
 
     async def _outcome(self, task: asyncio.Task[Sandbox]) -> Sandbox:
         try:
@@ -161,11 +156,7 @@ class Creator:
         parts = self._parts
         template = await parts.templates.resolve(request.template)
         most = parts.settings.sandbox.max_running
-        if len(parts.live) + parts.cleaner.machines >= most:
-            raise TooManyRequestsError(
-                f"this node runs at most {most} sandboxes; kill some or try again later",
-                retry_after_s=_FULL_RETRY_AFTER_S,
-            )
+        check_room(parts.live.running + parts.cleaner.machines, most)
         live = self._new_sandbox(request, template)
         parts.live.add(live)
         try:
@@ -194,6 +185,9 @@ class Creator:
             traffic_access_token=ids.new_token() if private else None,
             life=1,
             request=request,
+            default_user=template.default_user,
+            default_workdir=template.default_workdir,
+            template_env=dict(template.env),
         )
         return LiveSandbox(sandbox, Holdings(sandbox.id, self._parts.settings.paths.sandbox(sandbox.id)))
 
@@ -225,7 +219,7 @@ class Creator:
             await to_the_end(parts.operations.spawn(self._roll_back(live), f"roll back {sandbox.id}"))
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise _worded(sandbox.id, error) from error
+            raise worded_start(sandbox.id, error) from error
         # From here to the return nothing waits: the sandbox is the caller's in the moment it is published.
         live.sandbox = running
         parts.publish(live)
@@ -266,22 +260,41 @@ def egress_policy(request: CreateRequest) -> EgressPolicy:
     )
 
 
+def check_room(running: int, most: int) -> None:
+    """Refuse one more running sandbox when there are `most`.
+
+    Raises:
+        TooManyRequestsError: there are.
+    """
+    if running >= most:
+        raise TooManyRequestsError(
+            f"this node runs at most {most} sandboxes; kill or pause some, or try again later",
+            retry_after_s=_FULL_RETRY_AFTER_S,
+        )
+
+
+def identity_of(sandbox: Sandbox) -> GuestIdentity:
+    """What the guest of a sandbox is told in its present life."""
+    return GuestIdentity(
+        sandbox_id=sandbox.id,
+        template_id=sandbox.template_id,
+        hostname=sandbox.id,
+        access_token=sandbox.envd_access_token,
+        env_vars={**sandbox.template_env, **sandbox.request.env_vars},
+        default_user=sandbox.default_user,
+        default_workdir=sandbox.default_workdir,
+        life=sandbox.life,
+    )
+
+
 def _plan(sandbox: Sandbox, template: Template, policy: EgressPolicy) -> LaunchPlan:
     return LaunchPlan(
-        template=template,
+        layers=template.layers,
+        disk_bytes=template.disk_mib * MIB,
         policy=policy,
         vcpus=sandbox.vcpus,
         memory_mib=sandbox.memory_mib,
-        identity=GuestIdentity(
-            sandbox_id=sandbox.id,
-            template_id=sandbox.template_id,
-            hostname=sandbox.id,
-            access_token=sandbox.envd_access_token,
-            env_vars={**template.env, **sandbox.request.env_vars},
-            default_user=template.default_user,
-            default_workdir=template.default_workdir,
-            life=sandbox.life,
-        ),
+        identity=identity_of(sandbox),
     )
 
 
@@ -304,8 +317,8 @@ def _in_progress(key: str) -> ConflictError:
     )
 
 
-def _worded(sandbox_id: str, error: BaseException) -> AgentEnvError:
-    """The error that the caller of a failed create gets: refusals as they are, failures as a failed start."""
+def worded_start(sandbox_id: str, error: BaseException) -> AgentEnvError:
+    """The error that the caller of a failed start gets: refusals as they are, failures as a failed start."""
     if isinstance(error, InsufficientStorageError | CapacityError):
         return error
     if isinstance(error, AgentEnvError):

@@ -3,8 +3,8 @@
 The rule is that a resource is written down before it is taken and struck out after it was given back, so that whatever
 the journal names and no live sandbox owns can be removed. The journal decides nothing.
 
-Power cuts end all VMs, so only what must outlive one is committed durably: outcomes of idempotent creates. All else
-must merely outlive the server process, for which SQLite's write-ahead log needs no sync.
+Power cuts end all VMs, so only what must outlive one is committed durably: outcomes of idempotent creates, and paused
+sandboxes. All else must merely outlive the server process, for which SQLite's write-ahead log needs no sync.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class ResourceKind(StrEnum):
     SLOT = "slot"
     MACHINE = "machine"
     MEMORY = "memory"
+    SNAPSHOT = "snapshot"
+    """A hidden one, that a pause made or makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Journal:
                 "INSERT OR IGNORE INTO resources (sandbox_id, kind, name) VALUES (?, ?, ?)",
                 (sandbox_id, ResourceKind.SLOT, str(slot.index)),
             )
-            _note_intent(db, sandbox_id, "create", "boot", now)
+            _note_step(db, sandbox_id, "boot", now)
 
         await self._database.run(work)
 
@@ -145,7 +147,7 @@ class Journal:
                     "INSERT OR IGNORE INTO resources (sandbox_id, kind, name) VALUES (?, ?, ?)",
                     (sandbox_id, ResourceKind.MEMORY, record.memory_file),
                 )
-            _note_intent(db, sandbox_id, "create", "wait for the agent", now)
+            _note_step(db, sandbox_id, "wait for the agent", now)
 
         await self._database.run(work)
 
@@ -154,10 +156,7 @@ class Journal:
         text = codec.encode_sandbox(sandbox)
 
         def work(db: sqlite3.Connection) -> None:
-            db.execute(
-                "UPDATE sandboxes SET state = ?, end_at = ?, life = ?, sandbox = ? WHERE id = ?",
-                (sandbox.state, codec.to_micros(sandbox.end_at), sandbox.life, text, sandbox.id),
-            )
+            _write_sandbox(db, sandbox)
             db.execute("DELETE FROM intents WHERE sandbox_id = ?", (sandbox.id,))
             if claim is not None:
                 db.execute(
@@ -174,6 +173,59 @@ class Journal:
                 "UPDATE sandboxes SET end_at = ? WHERE id = ? AND state = ?",
                 (codec.to_micros(end_at), sandbox_id, SandboxState.RUNNING),
             )
+
+        await self._database.run(work)
+
+    async def begin_pause(self, sandbox: Sandbox, now: datetime) -> None:
+        """Write down that a sandbox is being paused, and into which hidden snapshot."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _write_sandbox(db, sandbox)
+            if sandbox.pausing_into is not None:
+                db.execute(
+                    "INSERT OR IGNORE INTO resources (sandbox_id, kind, name) VALUES (?, ?, ?)",
+                    (sandbox.id, ResourceKind.SNAPSHOT, sandbox.pausing_into),
+                )
+            _note_intent(db, sandbox.id, "pause", "capture", now)
+
+        await self._database.run(work)
+
+    async def abort_pause(self, sandbox: Sandbox) -> None:
+        """Write down that a sandbox runs on after all."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _write_sandbox(db, sandbox)
+            _keep_snapshot(db, sandbox)
+            db.execute("DELETE FROM intents WHERE sandbox_id = ?", (sandbox.id,))
+
+        await self._database.run(work)
+
+    async def finish_pause(self, sandbox: Sandbox) -> None:
+        """Write down, durably, that a sandbox is paused, and holds nothing but its directory and its snapshot.
+
+        Also for one whose resume failed.
+        """
+
+        def work(db: sqlite3.Connection) -> None:
+            _write_sandbox(db, sandbox)
+            db.execute("UPDATE sandboxes SET slot = NULL, machine = NULL, boot_id = NULL WHERE id = ?", (sandbox.id,))
+            db.execute(
+                "DELETE FROM resources WHERE sandbox_id = ? AND kind NOT IN (?, ?)",
+                (sandbox.id, ResourceKind.DIRECTORY, ResourceKind.SNAPSHOT),
+            )
+            _keep_snapshot(db, sandbox)
+            db.execute("DELETE FROM intents WHERE sandbox_id = ?", (sandbox.id,))
+
+        await self._database.run(work, durable=True)
+
+    async def begin_resume(self, sandbox: Sandbox, resources: Iterable[Resource], now: datetime) -> None:
+        """Write down that a paused sandbox is about to be started, and what will be taken for it."""
+        rows = [(sandbox.id, resource.kind, resource.name) for resource in resources]
+
+        def work(db: sqlite3.Connection) -> None:
+            _write_sandbox(db, sandbox)
+            db.executemany("INSERT OR IGNORE INTO resources (sandbox_id, kind, name) VALUES (?, ?, ?)", rows)
+            _note_intent(db, sandbox.id, "resume", "prepare", now)
 
         await self._database.run(work)
 
@@ -270,6 +322,26 @@ class Journal:
             )
 
         await self._database.run(work)
+
+
+def _write_sandbox(db: sqlite3.Connection, sandbox: Sandbox) -> None:
+    db.execute(
+        "UPDATE sandboxes SET state = ?, end_at = ?, life = ?, sandbox = ? WHERE id = ?",
+        (sandbox.state, codec.to_micros(sandbox.end_at), sandbox.life, codec.encode_sandbox(sandbox), sandbox.id),
+    )
+
+
+def _keep_snapshot(db: sqlite3.Connection, sandbox: Sandbox) -> None:
+    db.execute(
+        "DELETE FROM resources WHERE sandbox_id = ? AND kind = ? AND name IS NOT ?",
+        (sandbox.id, ResourceKind.SNAPSHOT, sandbox.snapshot_id),
+    )
+
+
+def _note_step(db: sqlite3.Connection, sandbox_id: str, step: str, now: datetime) -> None:
+    db.execute(
+        "UPDATE intents SET step = ?, noted_at = ? WHERE sandbox_id = ?", (step, codec.to_micros(now), sandbox_id)
+    )
 
 
 def _note_intent(db: sqlite3.Connection, sandbox_id: str, operation: str, step: str, now: datetime) -> None:

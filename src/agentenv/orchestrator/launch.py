@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
 
-from agentenv.config import MIB, Settings
+from agentenv.config import Settings
 from agentenv.errors import AgentEnvError, InsufficientStorageError, SandboxStartError, StorageError, VmmError
 from agentenv.guest.base import AgentInfo, GuestIdentity
 from agentenv.guest.kernel import KERNEL_ARGUMENTS
@@ -35,10 +35,13 @@ from agentenv.orchestrator.ports import (
     DiskStore,
     GuestAssets,
     HostProbe,
+    SavedMachines,
     SlotPool,
-    Template,
+    UnpackMemory,
 )
 from agentenv.orchestrator.tasks import first, in_thread, together
+from agentenv.snapshots.machines import LoadableMachine
+from agentenv.storage.memory import unpack_memory
 from agentenv.vmm.base import Disk, GuestNetwork, Machine, MachineConfig, NetworkInterface, Vmm
 from agentenv.vmm.console import last_lines
 
@@ -60,17 +63,25 @@ class Holdings:
     directory: Path
     slot: Slot | None = None
     machine: Machine | None = None
+    snapshots: set[str] = field(default_factory=set)
+    """Hidden snapshots that exist or may exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """All decisions of a start."""
 
-    template: Template
+    layers: Sequence[str]
+    """Of the disk: digests, bottom first."""
+    disk_bytes: int
     policy: EgressPolicy
     vcpus: int
     memory_mib: int
     identity: GuestIdentity
+    again: bool = False
+    """Whether the sandbox ran before, so that its directory may be there."""
+    saved: LoadableMachine | None = None
+    """What to load the machine from; it boots when there is none, or when this has no state."""
 
 
 class Launcher:
@@ -88,8 +99,10 @@ class Launcher:
         agents: AgentFactory,
         host: HostProbe,
         clock: Clock,
+        unpack: UnpackMemory = unpack_memory,
     ) -> None:
         self._settings = settings
+        self._unpack = unpack
         self._journal = journal
         self._vmm = vmm
         self._slots = slots
@@ -110,12 +123,12 @@ class Launcher:
 
         async def make_disk() -> None:
             nonlocal disk
-            template = plan.template
-            disk = await self._disks.create(
-                holdings.sandbox_id, template.layers, template.disk_mib * MIB, holdings.directory
-            )
+            disk = await self._disks.create(holdings.sandbox_id, plan.layers, plan.disk_bytes, holdings.directory)
 
-        await in_thread(lambda: self._make_directory(holdings))
+        await in_thread(lambda: self._make_directory(holdings, again=plan.again))
+        saved = plan.saved
+        if saved is not None and saved.state is not None:
+            return await self._load(plan, holdings, saved, saved.state)
         await together(make_disk(), self._take_slot(plan, holdings))
         assert disk is not None  # noqa: S101 - make_disk returned
         slot = holdings.slot
@@ -150,8 +163,48 @@ class Launcher:
             self._deadline(machine),
         )
 
-    def _make_directory(self, holdings: Holdings) -> None:
-        _make_directory(holdings.directory)
+    async def _load(self, plan: LaunchPlan, holdings: Holdings, saved: LoadableMachine, state: Path) -> AgentInfo:
+        """Bring a saved machine up, to the answer of its agent."""
+        disk: Disk | None = None
+        sandbox_id = holdings.sandbox_id
+        memory = await in_thread(lambda: self._vmm.prepare_memory(sandbox_id))
+
+        async def make_disk() -> None:
+            nonlocal disk
+            disk = await self._disks.create(sandbox_id, plan.layers, plan.disk_bytes, holdings.directory)
+
+        async def fill_memory() -> None:
+            await self._unpack(saved.memory_layers, memory)
+
+        try:
+            await together(make_disk(), self._take_slot(plan, holdings), fill_memory())
+            assert disk is not None and holdings.slot is not None  # noqa: S101 - all have returned
+            slot = holdings.slot
+            config = replace(
+                self._machine_config(plan, holdings, disk, slot),
+                kernel=saved.kernel or self._assets.kernel,
+                initramfs=saved.initramfs or self._assets.initramfs,
+            )
+            machine = holdings.machine = await self._vmm.load(config, state, memory)
+        except BaseException:
+            await in_thread(lambda: memory.unlink(missing_ok=True))
+            raise
+        await self._journal.note_machine(sandbox_id, machine.record, self._host.boot_id(), self._clock.now())
+        await machine.resume()
+        outcome = await first(
+            self._machine_end(machine),
+            self._greet(self._agents(str(slot.address), plan.identity.access_token), plan.identity),
+            self._deadline(machine),
+        )
+        if isinstance(outcome, AgentInfo):
+            return outcome
+        raise outcome
+
+    async def _greet(self, agent: Agent, identity: GuestIdentity) -> AgentInfo | AgentEnvError:
+        return await agent.init(identity)
+
+    def _make_directory(self, holdings: Holdings, *, again: bool) -> None:
+        _make_directory(holdings.directory, again=again)
         # Before the disk: its socket gets the owner that the directory has.
         self._vmm.prepare_directory(holdings.sandbox_id, holdings.directory)
 
@@ -205,10 +258,11 @@ def guest_network(mtu: int) -> GuestNetwork:
 class Releaser:
     """Gives back what a sandbox holds."""
 
-    def __init__(self, *, journal: Journal, slots: SlotPool, disks: DiskStore) -> None:
+    def __init__(self, *, journal: Journal, slots: SlotPool, disks: DiskStore, saved: SavedMachines) -> None:
         self._journal = journal
         self._slots = slots
         self._disks = disks
+        self._saved = saved
 
     async def release(self, holdings: Holdings) -> None:
         """Give everything back and strike it out of the journal. May be repeated after a failure; then it goes on.
@@ -218,28 +272,48 @@ class Releaser:
         Raises:
             AgentEnvError: of the first step that failed. `holdings` says what is left.
         """
-        if holdings.machine is not None:
-            await _worded(holdings.machine.kill(), f"the VM of sandbox {holdings.sandbox_id} could not be ended")
-            holdings.machine = None
-        failures = [
-            failure
-            for step in (self._release_slot, self._remove_storage)
-            if (failure := await _failure_of(step(holdings))) is not None
-        ]
-        if failures:
-            raise failures[0]
+        await self._give_back(holdings, self._release_slot, self._remove_disk, self._remove_rest)
         await _worded(
             self._journal.forget(holdings.sandbox_id), f"sandbox {holdings.sandbox_id} could not be struck out"
         )
+
+    async def give_back(self, holdings: Holdings) -> None:
+        """Give back what a paused sandbox does not need: VM, slot, disk. May be repeated, as `release`.
+
+        Raises:
+            AgentEnvError: of the first step that failed. `holdings` says what is left.
+        """
+        await self._give_back(holdings, self._release_slot, self._remove_disk)
+
+    async def delete_snapshot(self, holdings: Holdings, snapshot_id: str) -> None:
+        """Delete a hidden snapshot. May be repeated.
+
+        Raises:
+            AgentEnvError: it cannot be deleted.
+        """
+        await _worded(self._saved.delete(snapshot_id), f"snapshot {snapshot_id} could not be deleted")
+        holdings.snapshots.discard(snapshot_id)
+
+    async def _give_back(self, holdings: Holdings, *steps: Callable[[Holdings], Awaitable[None]]) -> None:
+        if holdings.machine is not None:
+            await _worded(holdings.machine.kill(), f"the VM of sandbox {holdings.sandbox_id} could not be ended")
+            holdings.machine = None
+        failures = [failure for step in steps if (failure := await _failure_of(step(holdings))) is not None]
+        if failures:
+            raise failures[0]
 
     async def _release_slot(self, holdings: Holdings) -> None:
         if holdings.slot is not None:
             await _worded(self._slots.release(holdings.slot), f"slot {holdings.slot.index} could not be taken back")
             holdings.slot = None
 
-    async def _remove_storage(self, holdings: Holdings) -> None:
+    async def _remove_disk(self, holdings: Holdings) -> None:
         sandbox_id = holdings.sandbox_id
         await _worded(self._disks.remove(sandbox_id), f"the disk of sandbox {sandbox_id} could not be removed")
+
+    async def _remove_rest(self, holdings: Holdings) -> None:
+        for snapshot_id in sorted(holdings.snapshots):
+            await self.delete_snapshot(holdings, snapshot_id)
         await in_thread(lambda: remove_directory(holdings.directory))
 
 
@@ -262,10 +336,10 @@ async def _failure_of(step: Awaitable[None]) -> AgentEnvError | None:
     return None
 
 
-def _make_directory(directory: Path) -> None:
+def _make_directory(directory: Path, *, again: bool) -> None:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700)
+        directory.mkdir(mode=0o700, exist_ok=again)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise InsufficientStorageError(f"no space for the directory {directory}; free some") from error

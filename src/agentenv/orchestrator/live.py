@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
+from typing import Any
 
 from agentenv.errors import SandboxNotFoundError
 from agentenv.orchestrator.launch import Holdings
@@ -22,6 +24,10 @@ class LiveSandbox:
         """Held while a caller's change is written down, so that changes do not overtake each other."""
         self.watcher: asyncio.Task[None] | None = None
         """Waits for the end of the VM."""
+        self.transition: asyncio.Task[Any] | None = None
+        """The pause or resume that was begun last."""
+        self.not_before: datetime | None = None
+        """A pause that failed at the end of its time is not tried again before this."""
 
     @property
     def state(self) -> SandboxState:
@@ -49,6 +55,11 @@ class LiveSandboxes:
 
     def __iter__(self) -> Iterator[LiveSandbox]:
         return iter(tuple(self._by_id.values()))
+
+    @property
+    def running(self) -> int:
+        """How many have a VM, or are about to."""
+        return sum(live.state is not SandboxState.PAUSED for live in self._by_id.values())
 
     def add(self, live: LiveSandbox) -> None:
         self._by_id[live.sandbox.id] = live

@@ -24,6 +24,15 @@ class OnTimeout(StrEnum):
     PAUSE = "pause"
 
 
+class PauseMode(StrEnum):
+    """What a pause keeps."""
+
+    FULL = "full"
+    """Memory and disk: processes go on."""
+    FILESYSTEM = "filesystem"
+    """The disk alone: the sandbox boots again."""
+
+
 @dataclass(frozen=True, slots=True)
 class NetworkOptions:
     """The `network` object of the API, as given at creation. Entries of `allow_out` and `deny_out` are IPs or CIDRs."""
@@ -44,6 +53,8 @@ class CreateRequest:
     metadata: Mapping[str, str] = field(default_factory=dict)
     env_vars: Mapping[str, str] = field(default_factory=dict)
     on_timeout: OnTimeout = OnTimeout.KILL
+    auto_pause_memory: bool = True
+    """Whether a pause on timeout keeps the memory."""
     auto_resume: bool = False
     lifecycle_given: bool = False
     """Whether the caller chose a lifecycle; info omits the field otherwise."""
@@ -75,6 +86,27 @@ class Sandbox:
     request: CreateRequest
     reason: str | None = None
     """Why it ended or failed, for people."""
+    default_user: str = "user"
+    default_workdir: str | None = None
+    template_env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment that its template gives; that of the request wins."""
+    resumed_at: datetime | None = None
+    """When the session that runs began, if it is not the first."""
+    paused_at: datetime | None = None
+    """Set while it is paused."""
+    pause_mode: PauseMode | None = None
+    """Set while it is paused."""
+    agent_unresponsive_at_pause: bool = False
+    """Whether it is paused with an agent that did not answer: its memory holds that agent."""
+    snapshot_id: str | None = None
+    """The hidden snapshot that it is paused in, or was resumed from last."""
+    pausing_into: str | None = None
+    """The hidden snapshot that a pause is making."""
+
+    @property
+    def session_began(self) -> datetime:
+        """From when the longest session counts."""
+        return self.resumed_at or self.started_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import TypeVar
 
 import structlog
 
@@ -18,6 +19,7 @@ from agentenv.errors import (
     AgentEnvError,
     ConflictError,
     GuestAgentError,
+    GuestUnresponsiveError,
     InvalidRequestError,
     SandboxNotFoundError,
 )
@@ -31,7 +33,8 @@ from agentenv.orchestrator.expiry import Expiry
 from agentenv.orchestrator.journal import Journal
 from agentenv.orchestrator.launch import Launcher, Releaser
 from agentenv.orchestrator.live import LiveSandbox, LiveSandboxes
-from agentenv.orchestrator.model import CreateRequest, LogEntry, MetricSample, Sandbox, SandboxState
+from agentenv.orchestrator.model import CreateRequest, LogEntry, MetricSample, OnTimeout, Sandbox, SandboxState
+from agentenv.orchestrator.pausing import Pauser, PauserParts, start_in_flight, wakes
 from agentenv.orchestrator.ports import (
     Agent,
     AgentFactory,
@@ -40,16 +43,20 @@ from agentenv.orchestrator.ports import (
     GuestAssets,
     HostProbe,
     OrphanReaper,
+    SavedMachines,
     SlotPool,
     TemplateStore,
+    UnpackMemory,
 )
 from agentenv.orchestrator.reconcile import Adopted, Reconciler
 from agentenv.orchestrator.routes import Route, RouteTable
 from agentenv.orchestrator.sampling import Sampler
 from agentenv.orchestrator.states import VISIBLE, Event
 from agentenv.orchestrator.tasks import OwnedTasks, to_the_end
+from agentenv.storage.memory import unpack_memory
 from agentenv.vmm.base import Machine, Vmm
 
+T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 SHORTEST_REFRESH_S = 15
@@ -63,7 +70,7 @@ class Orchestrator:
 
     Args:
         settings: of the node.
-        vmm, slots, disks, templates, assets, agents, orphans, host: the rooms below, see `ports`.
+        vmm, slots, disks, templates, assets, agents, orphans, host, saved, unpack: the rooms below, see `ports`.
         clock: tests bring their own.
         journal: tests bring their own; None is the one in the home.
     """
@@ -80,8 +87,10 @@ class Orchestrator:
         agents: AgentFactory,
         orphans: OrphanReaper,
         host: HostProbe,
+        saved: SavedMachines,
         clock: Clock | None = None,
         journal: Journal | None = None,
+        unpack: UnpackMemory = unpack_memory,
     ) -> None:
         self.routes = RouteTable()
         self._settings = settings
@@ -94,7 +103,7 @@ class Orchestrator:
         """Kills, roll-backs, changes: once begun they come to their end, whoever leaves."""
         self._watchers = OwnedTasks()
         self._background = OwnedTasks()
-        self._releaser = Releaser(journal=journal, slots=slots, disks=disks)
+        self._releaser = Releaser(journal=journal, slots=slots, disks=disks, saved=saved)
         self._cleaner = Cleaner(self._releaser, clock)
         self._expiry = Expiry(clock, self._expired)
         self._disk_events = DiskEvents(self._live, clock)
@@ -110,6 +119,7 @@ class Orchestrator:
             releaser=self._releaser,
             cleaner=self._cleaner,
             host=host,
+            saved=saved,
         )
         launcher = Launcher(
             settings,
@@ -121,8 +131,11 @@ class Orchestrator:
             agents=agents,
             host=host,
             clock=clock,
+            unpack=unpack,
         )
         limits = settings.sandbox
+        admission = Admission(limits, host)
+        gate = StartGate(limits.max_concurrent_starts, limits.max_queued_starts, clock)
         self._creator = Creator(
             CreationParts(
                 settings=settings,
@@ -132,11 +145,31 @@ class Orchestrator:
                 releaser=self._releaser,
                 cleaner=self._cleaner,
                 live=self._live,
-                admission=Admission(limits, host),
-                gate=StartGate(limits.max_concurrent_starts, limits.max_queued_starts, clock),
+                admission=admission,
+                gate=gate,
                 clock=clock,
                 operations=self._operations,
                 publish=self._publish,
+                end=self._begin_kill,
+            )
+        )
+        self._pauser = Pauser(
+            PauserParts(
+                settings=settings,
+                journal=journal,
+                launcher=launcher,
+                releaser=self._releaser,
+                cleaner=self._cleaner,
+                saved=saved,
+                agents=agents,
+                live=self._live,
+                admission=admission,
+                gate=gate,
+                clock=clock,
+                operations=self._operations,
+                routes=self.routes,
+                publish=self._publish,
+                hide=self._hide,
                 end=self._begin_kill,
             )
         )
@@ -159,19 +192,20 @@ class Orchestrator:
         self._background.spawn(self._expiry.run(), "expiry")
         self._background.spawn(self._sampler.run(), "sampler")
         self._background.spawn(self._purge_keys(), "purge idempotency keys")
-        _log.info("orchestrator_started", adopted=len(adopted))
+        paused = sum(one.sandbox.state is SandboxState.PAUSED for one in adopted)
+        _log.info("orchestrator_started", adopted=len(adopted) - paused, paused=paused)
 
     async def close(self, *, drain: bool = False) -> None:
         """Stop. Creates under way are undone, kills under way are finished, running VMs are left for the next start.
 
         Args:
-            drain: end all sandboxes as well.
+            drain: end all sandboxes that run as well. Paused ones stay paused.
         """
         await self._creator.close()
         await self._background.close()
         if drain:
             for live in self._live:
-                if live.state in VISIBLE:
+                if live.state in VISIBLE and live.state not in (SandboxState.PAUSED, SandboxState.PAUSING):
                     self._begin_kill(live, "the server was told to end all sandboxes")
         await self._operations.settle()
         await self._watchers.close()
@@ -204,27 +238,95 @@ class Orchestrator:
             CapacityError: no memory or no slot, or the server stops.
             InsufficientStorageError: a disk is full.
             SandboxStartError: the start failed; everything taken for it was released.
-            NotImplementedYetError: the request asks for a pause on timeout.
         """
         return await self._creator.create(request)
 
-    async def connect(self, sandbox_id: str, timeout_s: int) -> tuple[Sandbox, bool]:
-        """Let a sandbox live for `timeout_s` seconds from now at least, never shorter than before.
+    async def connect(self, sandbox_id: str, timeout_s: int, *, memory: bool | None = None) -> tuple[Sandbox, bool]:
+        """Let a sandbox live for `timeout_s` seconds from now at least, never shorter than before; resume a paused one.
+
+        One that is being paused is waited for. A cancelled call does not stop a resume.
+
+        Args:
+            sandbox_id: which.
+            timeout_s: seconds.
+            memory: False boots a paused sandbox from its disk, as if it had been paused without its memory.
 
         Returns:
             The sandbox, and whether it had to be resumed.
 
         Raises:
             SandboxNotFoundError: there is none.
-            ConflictError: it is being killed or changes its state.
+            ConflictError: it is being killed or resumed, its saved memory is of no use (`error_code`), or does not fit
+                to this node.
             InvalidRequestError: `timeout_s` is not positive.
+            SnapshotError: what was saved is damaged. It stays paused.
+            AgentEnvError: as for `create`. It stays paused.
         """
         if timeout_s <= 0:
             raise InvalidRequestError("timeout must be positive")
-        live = self._live.find(sandbox_id)
-        if live is not None and live.state is SandboxState.KILLING:
-            raise ConflictError(f"sandbox {sandbox_id} is being killed")
-        return await self._change_end(sandbox_id, timeout_s, extend_only=True), False
+        while True:
+            live = self._live.find(sandbox_id)
+            if live is not None and live.state is SandboxState.KILLING:
+                raise ConflictError(f"sandbox {sandbox_id} is being killed")
+            live = await self._settled(sandbox_id)
+            if live.state is SandboxState.PAUSED:
+                task = self._pauser.resume(live, self._capped(timeout_s), memory=memory)
+                return await self._outcome(task, sandbox_id), True
+            if live.state is not SandboxState.RUNNING:
+                raise start_in_flight(sandbox_id)
+            try:
+                return await self._change_end(sandbox_id, timeout_s, extend_only=True), False
+            except (ConflictError, SandboxNotFoundError):
+                # Its time may have ended in a pause just now; then it is resumed.
+                if live.state not in (SandboxState.PAUSING, SandboxState.PAUSED):
+                    raise
+
+    async def resume(
+        self, sandbox_id: str, timeout_s: int, *, auto_pause: bool | None = None, memory: bool | None = None
+    ) -> Sandbox:
+        """Resume a paused sandbox, as `connect` does.
+
+        Args:
+            sandbox_id: which.
+            timeout_s: seconds that it shall live from now.
+            auto_pause: whether it is paused when they are over, instead of killed. None: as before.
+            memory: as for `connect`.
+
+        Raises:
+            ConflictError: it runs, or is being resumed.
+            AgentEnvError: as for `connect`.
+        """
+        if timeout_s <= 0:
+            raise InvalidRequestError("timeout must be positive")
+        live = await self._settled(sandbox_id)
+        if live.state is SandboxState.RUNNING:
+            raise ConflictError(f"sandbox {sandbox_id} is running already", should_retry=False)
+        task = self._pauser.resume(live, self._capped(timeout_s), memory=memory)
+        if auto_pause is not None:
+            on_timeout = OnTimeout.PAUSE if auto_pause else OnTimeout.KILL
+            request = replace(
+                live.sandbox.request, on_timeout=on_timeout, auto_resume=live.sandbox.request.auto_resume and auto_pause
+            )
+            live.sandbox = replace(live.sandbox, request=request)
+        return await self._outcome(task, sandbox_id)
+
+    async def pause(self, sandbox_id: str, *, memory: bool = True, require_healthy: bool = False) -> None:
+        """Pause a sandbox: when this returns, its state is durable and its VM gone. A cancelled call does not stop it.
+
+        Args:
+            sandbox_id: which.
+            memory: whether processes shall go on later. Otherwise its disk alone is kept, flushed before.
+            require_healthy: refuse when the agent does not answer.
+
+        Raises:
+            SandboxNotFoundError: there is none.
+            ConflictError: it is paused already, or changes its state.
+            GuestUnresponsiveError: its agent does not answer, and `require_healthy`, or `memory` is off. It runs on.
+            InsufficientStorageError: a disk is full. It runs on.
+            AgentEnvError: of the step that failed. It runs on.
+        """
+        live = self._live.visible(sandbox_id)
+        await self._outcome(self._pauser.pause(live, memory=memory, require_healthy=require_healthy), sandbox_id)
 
     def get(self, sandbox_id: str) -> Sandbox:
         """Return a sandbox.
@@ -313,8 +415,53 @@ class Orchestrator:
         )
 
     async def wake(self, sandbox_id: str) -> Route | None:
-        """Return the route of a sandbox, awake. None when it does not run and may not be woken: nothing sleeps yet."""
+        """Return the route of a sandbox, awake. Calls at the same time make one resume.
+
+        The caller has seen that the traffic may wake it (`RouteTable.sleeper`).
+
+        Returns:
+            None when it does not run and may not be woken.
+
+        Raises:
+            AgentEnvError: it could not be resumed.
+        """
+        while self.routes.get(sandbox_id) is None:
+            live = self._live.find(sandbox_id)
+            if live is None or live.state not in VISIBLE:
+                return None
+            if live.state is SandboxState.PAUSED:
+                if not wakes(live.sandbox):
+                    return None
+                self._pauser.resume(live, self._capped(live.sandbox.request.timeout_s), memory=None)
+            transition = live.transition
+            if transition is None:
+                return None
+            if live.state is SandboxState.RESUMING:
+                await self._outcome(transition, sandbox_id)
+            else:
+                await asyncio.wait([transition])
         return self.routes.get(sandbox_id)
+
+    async def _settled(self, sandbox_id: str) -> LiveSandbox:
+        """A visible sandbox that is not being paused."""
+        live = self._live.visible(sandbox_id)
+        while live.state is SandboxState.PAUSING and live.transition is not None:
+            await asyncio.wait([live.transition])
+            live = self._live.visible(sandbox_id)
+        return live
+
+    async def _outcome(self, task: asyncio.Task[T], sandbox_id: str) -> T:
+        """Wait for a task that goes on when the caller leaves, and ends early when the sandbox is killed."""
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task.cancelled() and (caller is None or not caller.cancelling()):
+                raise SandboxNotFoundError(sandbox_id) from None
+            raise
+
+    def _capped(self, timeout_s: int) -> int:
+        return min(timeout_s, self._settings.sandbox.max_timeout_s)
 
     async def _change_end(self, sandbox_id: str, timeout_s: int, *, extend_only: bool) -> Sandbox:
         live = self._live.visible(sandbox_id)
@@ -327,9 +474,9 @@ class Orchestrator:
             sandbox = live.sandbox
             now = self._clock.now()
             if timeout_s <= 0:
-                self._begin_kill(live, "expired by request")
+                self._expire(live, "expired by request")
                 return sandbox
-            latest = sandbox.started_at + timedelta(seconds=self._settings.sandbox.max_timeout_s)
+            latest = sandbox.session_began + timedelta(seconds=self._settings.sandbox.max_timeout_s)
             if latest <= now:
                 raise InvalidRequestError(
                     f"sandbox {sandbox.id} has reached the longest session of {self._settings.sandbox.max_timeout_s} s"
@@ -357,7 +504,7 @@ class Orchestrator:
         host = str(slot.address)
         network = sandbox.request.network
         agent = self._agents(host, sandbox.envd_access_token)
-        self._expiry.set(sandbox.id, sandbox.end_at)
+        self._expiry.set(sandbox.id, max(sandbox.end_at, live.not_before or sandbox.end_at))
         self._sampler.add(sandbox.id, agent)
         live.watcher = self._watchers.spawn(self._watch(live, machine), f"watch {sandbox.id}")
         self.routes.publish(
@@ -373,9 +520,18 @@ class Orchestrator:
         )
         return agent
 
+    def _hide(self, live: LiveSandbox) -> None:
+        """Make a sandbox that is paused unreachable and immortal. Nothing here waits or fails."""
+        self.routes.withdraw(live.sandbox.id)
+        self._expiry.clear(live.sandbox.id)
+        self._sampler.suspend(live.sandbox.id)
+
     def _adopt(self, adopted: Adopted) -> None:
         live = LiveSandbox(adopted.sandbox, adopted.holdings)
         self._live.add(live)
+        if live.state is SandboxState.PAUSED:
+            self._pauser.let_sleep(live)
+            return
         agent = self._publish(live)
         self._watchers.spawn(self._greet(live, agent), f"greet {adopted.sandbox.id}")
         _log.info("sandbox_adopted", sandbox=adopted.sandbox.id, end_at=adopted.sandbox.end_at.isoformat())
@@ -395,13 +551,35 @@ class Orchestrator:
 
     async def _watch(self, live: LiveSandbox, machine: Machine) -> None:
         ended = await machine.wait()
-        if live.state in VISIBLE:
+        if live.state in (SandboxState.RUNNING, SandboxState.PAUSING):
             self._begin_kill(live, f"its VM ended by itself: {ended.reason}")
 
     def _expired(self, sandbox_id: str) -> None:
         live = self._live.find(sandbox_id)
         if live is not None and live.state is SandboxState.RUNNING:
-            self._begin_kill(live, "expired")
+            self._expire(live, "expired")
+
+    def _expire(self, live: LiveSandbox, reason: str) -> None:
+        """The time of a running sandbox is over."""
+        if live.sandbox.request.on_timeout is OnTimeout.PAUSE:
+            self._operations.spawn(self._auto_pause(live), f"pause {live.sandbox.id}, {reason}")
+        else:
+            self._begin_kill(live, reason)
+
+    async def _auto_pause(self, live: LiveSandbox) -> None:
+        """Pause at the end of its time. When that fails it runs on, and is paused a little later."""
+        if live.state is not SandboxState.RUNNING:
+            return
+        memory = live.sandbox.request.auto_pause_memory
+        try:
+            try:
+                await self._pauser.pause(live, memory=memory)
+            except GuestUnresponsiveError:
+                # Nobody is there who could be told; what a silent agent cannot flush is in its memory.
+                if live.state is SandboxState.RUNNING:
+                    await self._pauser.pause(live, memory=True)
+        except AgentEnvError as error:
+            _log.warning("auto_pause_failed", sandbox=live.sandbox.id, error=error.message)
 
     def _begin_kill(self, live: LiveSandbox, reason: str) -> asyncio.Task[None]:
         """Take a sandbox out of sight, at once, and begin to take it down."""
@@ -417,6 +595,9 @@ class Orchestrator:
         sandbox_id = live.sandbox.id
         if live.watcher is not None:
             live.watcher.cancel()
+        if live.transition is not None and not live.transition.done():
+            live.transition.cancel()
+            await asyncio.wait([live.transition])
         try:
             await self._journal.begin_kill(sandbox_id, reason, self._clock.now())
         except Exception as error:

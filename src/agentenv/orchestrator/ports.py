@@ -7,14 +7,18 @@ something back may be repeated; failures are `AgentEnvError`s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
 from agentenv.guest.base import AgentInfo, AgentMetrics, GuestIdentity
 from agentenv.network.base import EgressPolicy, Slot
+from agentenv.snapshots.machines import Capture, LoadableMachine
+from agentenv.snapshots.manifest import SnapshotManifest
 from agentenv.storage.disks import DiskEvent
+from agentenv.storage.layers import StoredLayer
 from agentenv.vmm.base import Disk, MachineRecord
 
 
@@ -64,8 +68,44 @@ class DiskStore(Protocol):
         Returns what was done, in words for the log.
         """
 
+    async def capture(self, disk_id: str) -> StoredLayer:
+        """Seal what was written since the last capture into a layer, while the disk goes on."""
+
+    async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]:
+        """The layers of a disk below its upper, bottom first."""
+
     def on_event(self, callback: Callable[[DiskEvent], None]) -> None:
         """Have `callback` called, in the event loop, for what happens to disks in use."""
+
+
+class SavedMachines(Protocol):
+    """Snapshots of machines. Methods raise `SnapshotError` and its like, `StorageError`, `InsufficientStorageError`."""
+
+    async def save(self, capture: Capture) -> SnapshotManifest:
+        """Save a stopped machine and its disk. The snapshot exists, durably, when this returns; else nothing of it."""
+
+    async def get(self, snapshot_id: str) -> SnapshotManifest:
+        """Find one.
+
+        Raises:
+            SnapshotNotFoundError: there is none.
+            SnapshotError: it is damaged.
+        """
+
+    async def delete(self, snapshot_id: str) -> None:
+        """Delete one. Idempotent."""
+
+    async def hidden(self) -> Sequence[str]:
+        """Ids of all snapshots that pauses made."""
+
+    def load(self, snapshot_id: str, *, memory: bool) -> AbstractAsyncContextManager[LoadableMachine]:
+        """Keep all that a machine is started from while the context lasts; without `memory` it boots."""
+
+
+class UnpackMemory(Protocol):
+    """Writes what a stack of memory layers, bottom first, reads as into a new file."""
+
+    def __call__(self, stack: Sequence[Path], out: Path) -> Awaitable[int]: ...
 
 
 class Template(Protocol):
@@ -132,6 +172,9 @@ class Agent(Protocol):
         """Give the guest its identity, fresh entropy and the time of day."""
 
     async def metrics(self) -> AgentMetrics: ...
+
+    async def sync(self) -> None:
+        """Bring all that the guest wrote to its disk."""
 
 
 class AgentFactory(Protocol):

@@ -1,4 +1,4 @@
-"""The route table: which sandbox is reachable, where, and with which tokens.
+"""The route table: which sandbox is reachable, where, and with which tokens; and which one traffic may wake.
 
 The orchestrator writes it, the proxy reads it and knows nothing else of a sandbox. A route exists exactly while
 traffic may pass; it is replaced, never changed.
@@ -25,6 +25,15 @@ class Route:
     https_ports: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Sleeper:
+    """A paused sandbox that traffic may wake, and the tokens that the traffic has to show."""
+
+    sandbox_id: str
+    envd_access_token: str = field(repr=False)
+    traffic_access_token: str | None = field(default=None, repr=False)
+
+
 RouteListener = Callable[[Route], None]
 
 
@@ -34,6 +43,7 @@ class RouteTable:
     def __init__(self) -> None:
         self._routes: dict[str, Route] = {}
         self._listeners: list[RouteListener] = []
+        self._sleepers: dict[str, Sleeper] = {}
 
     def get(self, sandbox_id: str) -> Route | None:
         return self._routes.get(sandbox_id)
@@ -44,6 +54,14 @@ class RouteTable:
     def __len__(self) -> int:
         return len(self._routes)
 
+    def sleeper(self, sandbox_id: str) -> Sleeper | None:
+        """A sandbox without route that traffic may wake."""
+        return self._sleepers.get(sandbox_id)
+
+    def let_sleep(self, sleeper: Sleeper) -> None:
+        """Let traffic wake a sandbox, until it is published or withdrawn the next time."""
+        self._sleepers[sleeper.sandbox_id] = sleeper
+
     def publish(self, route: Route) -> None:
         """Make a sandbox reachable. A route of an earlier life is withdrawn first."""
         self.withdraw(route.sandbox_id)
@@ -51,6 +69,7 @@ class RouteTable:
 
     def withdraw(self, sandbox_id: str) -> None:
         """End reachability; listeners close what is open through the route."""
+        self._sleepers.pop(sandbox_id, None)
         route = self._routes.pop(sandbox_id, None)
         if route is not None:
             for listener in self._listeners:

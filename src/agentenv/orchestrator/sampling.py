@@ -67,7 +67,8 @@ class SampleRing:
 
 @dataclass(slots=True)
 class _Sampled:
-    agent: Agent
+    agent: Agent | None
+    """None while the guest is paused."""
     ring: SampleRing = field(default_factory=SampleRing)
     asking: asyncio.Task[None] | None = None
 
@@ -82,8 +83,17 @@ class Sampler:
         self._tasks = OwnedTasks()
 
     def add(self, sandbox_id: str, agent: Agent) -> None:
-        """Begin to sample a guest."""
-        self._sampled[sandbox_id] = _Sampled(agent)
+        """Begin to sample a guest, or go on after a pause."""
+        known = self._sampled.get(sandbox_id)
+        self._sampled[sandbox_id] = _Sampled(agent) if known is None else _Sampled(agent, known.ring)
+
+    def suspend(self, sandbox_id: str) -> None:
+        """Stop, and keep the history. Idempotent."""
+        sampled = self._sampled.get(sandbox_id)
+        if sampled is not None:
+            sampled.agent = None
+            if sampled.asking is not None:
+                sampled.asking.cancel()
 
     def remove(self, sandbox_id: str) -> None:
         """Stop, and drop the history. Idempotent."""
@@ -107,20 +117,21 @@ class Sampler:
         due = self._clock.monotonic()
         while True:
             for sandbox_id, sampled in self._sampled.items():
-                if sampled.asking is None or sampled.asking.done():
-                    sampled.asking = self._tasks.spawn(self._ask(sandbox_id, sampled), f"sample {sandbox_id}")
+                if sampled.agent is not None and (sampled.asking is None or sampled.asking.done()):
+                    asking = self._ask(sandbox_id, sampled.agent, sampled.ring)
+                    sampled.asking = self._tasks.spawn(asking, f"sample {sandbox_id}")
             # After a late turn (a suspended host) there is nothing to catch up with.
             due = max(due + PERIOD_S, self._clock.monotonic())
             await self._clock.sleep(due - self._clock.monotonic())
 
-    async def _ask(self, sandbox_id: str, sampled: _Sampled) -> None:
+    async def _ask(self, sandbox_id: str, agent: Agent, ring: SampleRing) -> None:
         async with self._places:
             try:
-                reading = await sampled.agent.metrics()
+                reading = await agent.metrics()
             except GuestAgentError as error:
                 _log.debug("sample_missed", sandbox=sandbox_id, error=error.message)
                 return
-        sampled.ring.append(
+        ring.append(
             MetricSample(
                 timestamp=self._clock.now(),
                 cpu_count=reading.cpu_count,

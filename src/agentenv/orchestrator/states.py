@@ -1,7 +1,6 @@
 """The state machine of a sandbox, as a table. Pure: no time, no I/O.
 
-A sandbox that is gone has no state; that is written `None`. Pausing, paused and resuming are in the table already, so
-that the journal and its readers need not change when pause arrives.
+A sandbox that is gone has no state; that is written `None`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 It reads the route table and asks the orchestrator for one thing only, to wake a sandbox. The agent checks its own
 access token; here only the private-traffic token of other ports is checked, and the agent's private paths are refused.
+Of a sandbox that sleeps both tokens are checked here, before it is woken.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from agentenv.config import Settings
-from agentenv.errors import InvalidRequestError
+from agentenv.errors import AgentEnvError, InvalidRequestError
 from agentenv.ids import secrets_equal
 from agentenv.orchestrator.routes import Route, RouteTable
 from agentenv.proxy import replies
@@ -48,7 +49,8 @@ class SandboxProxy:
         Args:
             routes: read for every request; its withdrawals cut what runs.
             settings: the domains below which hosts name sandboxes.
-            wake: called with a sandbox id that has no route; publishes a route and returns it, or returns None.
+            wake: called with a sandbox id that has no route and sleeps, for traffic that may wake it; publishes a route
+                and returns it, or returns None.
             agent_port: where the guest agent listens.
         """
         self._routes = routes
@@ -104,8 +106,9 @@ class SandboxProxy:
             return Reply(400, error.message)
         route = self._routes.get(target.sandbox_id)
         if route is None:
-            if self._may_wake(target, scope):
-                await self._wake(target.sandbox_id)
+            refusal = await self._wake_up(target, scope)
+            if refusal is not None:
+                return refusal
             route = self._routes.get(target.sandbox_id)
         if route is None:
             return replies.sandbox_not_found(target.sandbox_id)
@@ -121,13 +124,27 @@ class SandboxProxy:
             return Reply(401, "invalid signature")
         return Target(route.sandbox_id, self._agent_port, file.path, file.query), route
 
-    def _may_wake(self, target: Target, scope: Any) -> bool:
-        """Traffic for the agent that carries no proof at all never wakes a sandbox (contract checklist, 23)."""
-        return (
-            target.port != self._agent_port
-            or header(scope["headers"], b"x-access-token") is not None
-            or b"signature=" in target.query
-        )
+    async def _wake_up(self, target: Target, scope: Any) -> Reply | None:
+        """Wake a sandbox that sleeps, for traffic that shows the token which it needs. Returns a refusal, or None."""
+        sleeper = self._routes.sleeper(target.sandbox_id)
+        if sleeper is None:
+            return None
+        headers = scope["headers"]
+        if target.port == self._agent_port:
+            given = header(headers, b"x-access-token") or b""
+            proven = secrets_equal(given.decode("latin-1"), sleeper.envd_access_token)
+            # Without the right proof it is as if the sandbox did not run (contract §2.2.10).
+            if not proven and find_signer((sleeper,), ("read", "write"), target.query) is None:
+                return None
+        elif sleeper.traffic_access_token is not None:
+            given = header(headers, TRAFFIC_TOKEN) or b""
+            if not secrets_equal(given.decode("latin-1"), sleeper.traffic_access_token):
+                return None
+        try:
+            await self._wake(target.sandbox_id)
+        except AgentEnvError as error:
+            return replies.not_woken(target.sandbox_id, error)
+        return None
 
     @staticmethod
     async def _refuse(reply: Reply, scope: Any, send: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from agentenv.errors import AgentEnvError
 from agentenv.proxy.target import header
 
 
@@ -57,6 +58,13 @@ def sandbox_not_found(sandbox_id: str) -> Reply:
 def port_not_open(sandbox_id: str, port: int) -> Reply:
     """The sandbox runs, and nothing in it listens on the port."""
     return Reply(502, "The sandbox is running but port is not open", sandbox_id, port)
+
+
+def not_woken(sandbox_id: str, error: AgentEnvError) -> Reply:
+    """Paused, and the traffic would have woken it, but it could not be resumed."""
+    if error.status == 404:  # killed meanwhile
+        return sandbox_not_found(sandbox_id)
+    return Reply(error.status if error.status in (409, 429, 503, 507) else 503, error.message, sandbox_id)
 
 
 def bad_upstream(sandbox_id: str, port: int, what: str) -> Reply:

@@ -10,9 +10,10 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Iterable
+from typing import TypeVar
 from urllib.parse import parse_qsl
 
-from agentenv.orchestrator.routes import Route
+from agentenv.orchestrator.routes import Route, Sleeper
 
 _PREFIX = b"v1_"
 _LENGTH = len(_PREFIX) + 43
@@ -26,8 +27,11 @@ def sign(path: bytes, operation: str, username: bytes, token: str, expiration: b
     return _PREFIX + base64.b64encode(hashlib.sha256(b":".join(parts)).digest()).rstrip(b"=")
 
 
-def find_signer(routes: Iterable[Route], operations: tuple[str, ...], query: bytes) -> Route | None:
-    """The route whose token verifies the signature in `query`, or None.
+Signer = TypeVar("Signer", Route, Sleeper)
+
+
+def find_signer(routes: Iterable[Signer], operations: tuple[str, ...], query: bytes) -> Signer | None:
+    """The route, or sleeper, whose token verifies the signature in `query`, or None.
 
     Every route is compared, each in constant time, so that the time taken says nothing about where a match lies.
     """
@@ -39,7 +43,7 @@ def find_signer(routes: Iterable[Route], operations: tuple[str, ...], query: byt
         return None
     path, username = parameters.get(b"path", b""), parameters.get(b"username", b"")
     expiration = parameters.get(b"signature_expiration")
-    found: Route | None = None
+    found: Signer | None = None
     for route in routes:
         if not route.envd_access_token:
             continue

@@ -83,6 +83,8 @@ class SnapshotDraft:
         self.snapshot_id = directory.snapshot_id
         self.owner = owner_of(directory.snapshot_id)
         """Whose references the layers have, until and after the commit."""
+        self.directory = directory.path
+        """For files on the way to the layer store. What is left in it goes with the draft, not with the snapshot."""
 
     def take_state(self, source: Path) -> StateFile:
         """Copy the state that the VMM wrote. Returns what the manifest must name.
@@ -214,6 +216,10 @@ class LocalSnapshots:
                 damaged.append(DamagedSnapshot(name, error.message))
         found.sort(key=lambda manifest: (manifest.created_at, manifest.snapshot_id))
         return tuple(found), tuple(damaged)
+
+    def ids(self) -> tuple[str, ...]:
+        """Ids of all snapshots and drafts, in order, those that cannot be read included."""
+        return self._names()
 
     def list(self) -> tuple[SnapshotManifest, ...]:
         """All snapshots that can be read, the oldest first. The others are logged."""

@@ -26,6 +26,7 @@ class AsyncDraft:
         self._draft = draft
         self.snapshot_id = draft.snapshot_id
         self.owner = draft.owner
+        self.directory = draft.directory
 
     async def take_state(self, source: Path) -> StateFile:
         """See `SnapshotDraft.take_state`."""
@@ -60,6 +61,9 @@ class SnapshotService:
 
     async def list(self) -> tuple[SnapshotManifest, ...]:
         return await _finish(self._snapshots.list)
+
+    async def ids(self) -> tuple[str, ...]:
+        return await _finish(self._snapshots.ids)
 
     async def tree(self) -> tuple[SnapshotNode, ...]:
         return await _finish(self._snapshots.tree)

@@ -190,3 +190,23 @@ def test_async_client(sandbox: Sandbox) -> None:
         assert await attached.files.read(f"{folder}/file") == "x"
 
     asyncio.run(main())
+
+
+def test_pause_and_connect(endpoint: str) -> None:
+    pause = "pause" if hasattr(Sandbox, "pause") else "beta_pause"
+    created = Sandbox.create(timeout=600, metadata={"suite": "paused"})
+    try:
+        created.files.write("/home/user/kept", "before")
+        process = created.commands.run("sleep 1000", background=True, timeout=0)
+        getattr(created, pause)()
+        assert created.is_running() is False
+        assert Sandbox.get_info(created.sandbox_id).state.value == "paused"
+        again = Sandbox.connect(created.sandbox_id, timeout=300)
+        assert again.sandbox_id == created.sandbox_id
+        assert again.files.read("/home/user/kept") == "before"
+        assert process.pid in [one.pid for one in again.commands.list()]
+        assert created.is_running() is True
+        getattr(again, pause)()
+    finally:
+        assert created.kill() is True
+    assert created.kill() is False

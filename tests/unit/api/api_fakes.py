@@ -103,12 +103,25 @@ class FakeService:
             self.by_key[request.idempotency_key] = (request.request_digest, sandbox.id)
         return sandbox
 
-    async def connect(self, sandbox_id: str, timeout_s: int) -> tuple[Sandbox, bool]:
+    async def connect(self, sandbox_id: str, timeout_s: int, *, memory: bool | None = None) -> tuple[Sandbox, bool]:
         sandbox = self.get(sandbox_id)
+        self.calls.append(("connect", memory))
         end_at = datetime.now(UTC) + timedelta(seconds=timeout_s)
         if sandbox.state is SandboxState.PAUSED:
             return self._change(sandbox_id, state=SandboxState.RUNNING, end_at=end_at), True
         return self._change(sandbox_id, end_at=max(sandbox.end_at, end_at)), False
+
+    async def resume(self, sandbox_id: str, timeout_s: int, **options: Any) -> Sandbox:
+        if self.get(sandbox_id).state is not SandboxState.PAUSED:
+            raise ConflictError("it runs")
+        self.calls.append(("resume", (timeout_s, options)))
+        return self._change(sandbox_id, state=SandboxState.RUNNING)
+
+    async def pause(self, sandbox_id: str, **options: Any) -> None:
+        if self.get(sandbox_id).state is not SandboxState.RUNNING:
+            raise ConflictError("it is paused")
+        self.calls.append(("pause", options))
+        self._change(sandbox_id, state=SandboxState.PAUSED)
 
     def get(self, sandbox_id: str) -> Sandbox:
         if sandbox_id not in self.sandboxes:

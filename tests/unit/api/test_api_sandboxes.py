@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from api_fakes import DOMAIN, NOW, Client, FakeService, make_sandbox
 
 from agentenv.errors import CapacityError, SandboxStartError, TooManyRequestsError
-from agentenv.orchestrator.model import CreateRequest, NetworkOptions, OnTimeout, SandboxState
+from agentenv.orchestrator.model import CreateRequest, NetworkOptions, OnTimeout, PauseMode, SandboxState
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.usefixtures("service")]
 
@@ -101,7 +102,6 @@ BAD_CREATES: list[tuple[dict[str, Any], int]] = [
     ({"templateID": "base", "autoPauseMemory": False}, 400),
     ({"templateID": "base", "autoPause": True, "autoPauseMemory": False, "autoResume": {"enabled": True}}, 400),
     ({"templateID": "base", "autoResume": {"enabled": True}}, 400),
-    ({"templateID": "base", "autoPause": True}, 501),
     ({"templateID": "base", "mcp": {"x": {}}}, 501),
     ({"templateID": "base", "mcp": 5}, 400),
     ({"templateID": "base", "iam": {"tokens": {"a": {"audience": "x", "tokenType": "JWT-SVID"}}}}, 501),
@@ -361,12 +361,19 @@ async def test_info_shows_what_was_set(client: Client, service: FakeService) -> 
         allow_internet_access=False,
         network=NetworkOptions(allow_public_traffic=True, deny_out=("1.0.0.0/8",)),
     )
-    sandbox = service.add(make_sandbox(request=request, state=SandboxState.PAUSED))
+    sandbox = service.add(
+        replace(
+            make_sandbox(request=request, state=SandboxState.PAUSED),
+            pause_mode=PauseMode.FULL,
+            agent_unresponsive_at_pause=True,
+        )
+    )
     info = (await client("GET", f"/sandboxes/{sandbox.id}")).json
     assert info["lifecycle"] == {"onTimeout": "kill", "autoResume": False}
     assert info["allowInternetAccess"] is False
     assert info["network"] == {"allowPublicTraffic": True, "denyOut": ["1.0.0.0/8"]}
     assert (info["state"], info["pauseMode"]) == ("paused", "full")
+    assert info["envdUnresponsiveAtPause"] is True
 
 
 @pytest.mark.parametrize("state", [SandboxState.STARTING, SandboxState.KILLING])
@@ -374,3 +381,48 @@ async def test_sandboxes_in_transition_are_hidden(client: Client, service: FakeS
     sandbox = service.add(make_sandbox(state=state))
     assert (await client("GET", f"/sandboxes/{sandbox.id}")).status == 404
     assert (await client("GET", "/v2/sandboxes")).json == []
+
+
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        (None, {"memory": True, "require_healthy": False}),
+        ({}, {"memory": True, "require_healthy": False}),
+        ({"memory": None, "requireHealthyGuest": None}, {"memory": True, "require_healthy": False}),
+        ({"memory": False, "requireHealthyGuest": True}, {"memory": False, "require_healthy": True}),
+    ],
+)
+async def test_pause_is_204_and_409_the_second_time(
+    client: Client, service: FakeService, body: object, options: dict[str, bool]
+) -> None:
+    sandbox = service.add(make_sandbox())
+    for expected in (204, 409):
+        assert (await client("POST", f"/sandboxes/{sandbox.id}/pause", json=body)).status == expected
+    assert service.calls == [("pause", options)]
+    assert (await client("GET", f"/sandboxes/{sandbox.id}")).json["state"] == "paused"
+
+
+async def test_legacy_resume_is_201_and_409_when_it_runs(client: Client, service: FakeService) -> None:
+    sandbox = service.add(make_sandbox(state=SandboxState.PAUSED))
+    answer = await client("POST", f"/sandboxes/{sandbox.id}/resume")
+    assert (answer.status, answer.json["sandboxID"]) == (201, sandbox.id)
+    assert service.calls == [("resume", (15, {"auto_pause": None, "memory": None}))]
+    assert (await client("POST", f"/sandboxes/{sandbox.id}/resume", json={"timeout": 9})).status == 409
+    assert (await client("POST", f"/sandboxes/{sandbox.id}/resume", json={"timeout": 0})).status == 400
+
+
+async def test_connect_passes_what_becomes_of_the_memory(client: Client, service: FakeService) -> None:
+    sandbox = service.add(make_sandbox(state=SandboxState.PAUSED))
+    for body in ({}, {"memory": False}):
+        await client("POST", f"/v2/sandboxes/{sandbox.id}/connect", json=body)
+    await client("POST", f"/sandboxes/{sandbox.id}/connect", json={"timeout": 5, "memory": False})
+    assert [memory for name, memory in service.calls if name == "connect"] == [None, False, False]
+
+
+async def test_lifecycle_of_a_create(client: Client, service: FakeService) -> None:
+    body = {"templateID": "base", "autoPause": True, "autoPauseMemory": False}
+    assert (await client("POST", "/v2/sandboxes", json=body)).status == 201
+    body = {"templateID": "base", "autoPause": True, "autoResume": {"enabled": True}}
+    assert (await client("POST", "/v2/sandboxes", json=body)).status == 201
+    seen = [(one.on_timeout, one.auto_pause_memory, one.auto_resume) for one in service.created]
+    assert seen == [(OnTimeout.PAUSE, False, False), (OnTimeout.PAUSE, True, True)]

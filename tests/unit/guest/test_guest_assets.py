@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 
 import elf_samples
@@ -15,6 +17,15 @@ from agentenv.errors import AssetError
 from agentenv.guest import assets as assets_module
 from agentenv.guest import kernel
 from agentenv.guest.assets import assets_are_current, build_assets, load_assets
+from agentenv.snapshots.encoding import encode
+from agentenv.snapshots.manifest import (
+    Environment,
+    LayerReference,
+    MachineShape,
+    SnapshotKind,
+    SnapshotManifest,
+    StateFile,
+)
 
 
 class Home:
@@ -129,6 +140,53 @@ def test_old_files_do_not_pile_up(home: Home) -> None:
         kept = [name for name in home.names() if name.startswith(prefix)]
         assert len(kept) == count
         assert current.name in kept
+
+
+def test_what_saved_machines_need_stays(home: Home) -> None:
+    first = home.build()
+    environment = Environment(
+        vmm="qemu",
+        vmm_version="7.2",
+        acceleration="tcg",
+        boot_mode="microvm",
+        cpu_model="max",
+        cpu_features="sha256:" + 64 * "0",
+        tsc_khz=0,
+        kernel_version=first.kernel_version,
+        kernel_digest=f"sha256:{hashlib.sha256(first.kernel.read_bytes()).hexdigest()}",
+        initramfs_digest=f"sha256:{hashlib.sha256(first.initramfs.read_bytes()).hexdigest()}",
+    )
+    layer = LayerReference("sha256:" + 64 * "1", 1)
+    manifest = SnapshotManifest(
+        snapshot_id="pause-i1-1",
+        created_at=datetime(2030, 1, 1, tzinfo=UTC),
+        kind=SnapshotKind.FULL,
+        architecture="x86_64",
+        sandbox_id="i1",
+        template_id="base",
+        machine=MachineShape(1, 1, 1),
+        agent_version="1",
+        disk_layers=(layer,),
+        default_user="user",
+        environment=environment,
+        memory_layers=(layer,),
+        state=StateFile("state", 1, layer.digest),
+    )
+    for name, content in (("pause-i1-1", encode(manifest)), ("damaged", b"{")):
+        directory = home.settings.paths.snapshots / name
+        directory.mkdir(parents=True)
+        (directory / "manifest.json").write_bytes(content)
+    for number in range(5):
+        home.set_program(f"1.0.{number}")
+        home.kernel.write_bytes(elf_samples.vmlinux(f"6.99.{10**number}-test"))
+        home.build()
+    assert first.kernel.exists()
+    assert first.initramfs.exists()
+    (home.settings.paths.snapshots / "pause-i1-1" / "manifest.json").unlink()
+    home.set_program("1.1")
+    home.build()
+    assert not first.kernel.exists()
+    assert not first.initramfs.exists()
 
 
 def test_another_kernel_is_noticed(home: Home) -> None:

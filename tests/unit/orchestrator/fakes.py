@@ -11,7 +11,8 @@ import asyncio
 import itertools
 import sqlite3
 import sys
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -20,14 +21,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentenv.config import NetworkSettings, SandboxSettings, Settings
-from agentenv.errors import GuestAgentError, NetworkError, TemplateNotFoundError, VmmError
+from agentenv.errors import (
+    GuestAgentError,
+    NetworkError,
+    SnapshotError,
+    SnapshotNotFoundError,
+    TemplateNotFoundError,
+    VmmError,
+)
 from agentenv.guest.base import AgentInfo, AgentMetrics, GuestIdentity
 from agentenv.network.base import EgressPolicy, Slot
 from agentenv.orchestrator.database import Database
 from agentenv.orchestrator.journal import Journal
-from agentenv.orchestrator.model import CreateRequest
+from agentenv.orchestrator.model import CreateRequest, SandboxState
 from agentenv.orchestrator.orchestrator import Orchestrator
+from agentenv.snapshots.machines import Capture, LoadableMachine
+from agentenv.snapshots.manifest import Environment, LayerReference, SnapshotKind, SnapshotManifest, StateFile
 from agentenv.storage.disks import DiskEvent
+from agentenv.storage.layers import StoredLayer
 from agentenv.vmm.base import Disk, DiskFormat, MachineConfig, MachineExit, MachineRecord, MachineStats
 
 T = TypeVar("T")
@@ -152,11 +163,22 @@ class FakeVm:
         self.console = directory / "console.log"
         self.ended = asyncio.Event()
         self.reason = ""
+        self.paused = False
 
     def end(self, reason: str) -> None:
         if not self.ended.is_set():
             self.reason = reason
             self.ended.set()
+
+
+@dataclass(frozen=True)
+class FakeSnapshot:
+    """What a snapshot holds, and its manifest."""
+
+    manifest: SnapshotManifest
+    content: int | None
+    written: int
+    damaged: bool = False
 
 
 @dataclass
@@ -178,6 +200,7 @@ class World:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.clock = FakeClock()
+        self.leased: list[str] = []
         self.vms: dict[str, FakeVm] = {}
         """Live VMs by sandbox id."""
         self.lent: dict[int, EgressPolicy | None] = {}
@@ -197,6 +220,20 @@ class World:
         self.dying_boots = sys.maxsize
         """How many boots die when `vm_dies_at_boot` is set."""
         self.lost_slots: set[int] = set()
+        self.hung: set[str] = set()
+        """Sandboxes whose agent says nothing."""
+        self.content: dict[str, int] = {}
+        """What a guest has in its memory, by sandbox id: a counter that its processes raise while it runs."""
+        self.written: dict[str, int] = {}
+        """What is on a guest's disk."""
+        self.snapshots: dict[str, FakeSnapshot] = {}
+
+    def work(self) -> None:
+        """Let every guest that runs do something, in memory and on its disk."""
+        for sandbox_id, vm in self.vms.items():
+            if not vm.paused:
+                self.content[sandbox_id] = self.content.get(sandbox_id, 0) + 1
+                self.written[sandbox_id] = self.written.get(sandbox_id, 0) + 1
 
     def reboot(self) -> None:
         self.boot += "+"
@@ -280,7 +317,13 @@ class FakeDisks:
         await self._script.at("disks.create")
         assert directory.is_dir()
         assert directory in self._world.prepared, "the socket would have the wrong owner"
-        assert (tuple(layers), virtual_size) == (FakeTemplate.layers, 1024 << 20)
+        assert virtual_size == 1024 << 20
+        if tuple(layers) == FakeTemplate.layers:
+            self._world.written[disk_id] = 0
+        else:
+            (snapshot_id,) = layers
+            assert snapshot_id in self._world.leased, "a disk of layers that nobody keeps"
+            self._world.written[disk_id] = self._world.snapshots[snapshot_id].written
         assert disk_id not in self._world.disks, "a second disk of one sandbox"
         (directory / "disk.sock").touch()
         self._world.disks.add(disk_id)
@@ -310,6 +353,95 @@ class FakeDisks:
     def on_event(self, callback: Callable[[DiskEvent], None]) -> None:
         self.tell = callback
 
+    async def capture(self, disk_id: str) -> StoredLayer:
+        raise AssertionError("snapshots capture disks")
+
+    async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]:
+        raise AssertionError("snapshots capture disks")
+
+
+class FakeSaved:
+    """Snapshots of the world. A disk's layers are named by the snapshot alone."""
+
+    def __init__(self, world: World, script: Script) -> None:
+        self._world, self._script = world, script
+
+    async def save(self, capture: Capture) -> SnapshotManifest:
+        await self._script.at("saved.save")
+        world, sandbox_id = self._world, capture.sandbox_id
+        assert world.vms[sandbox_id].paused, "saved while it ran"
+        assert sandbox_id in world.disks
+        layer = LayerReference("sha256:" + 64 * "c", 1)
+        if capture.memory is not None:
+            assert capture.memory.state.read_text() == sandbox_id
+            assert capture.memory.image == Path(f"/memory/{sandbox_id}")
+        full = capture.memory is not None
+        manifest = SnapshotManifest(
+            snapshot_id=capture.snapshot_id,
+            created_at=world.clock.now(),
+            kind=SnapshotKind.FULL if full else SnapshotKind.FILESYSTEM,
+            architecture="x86_64",
+            sandbox_id=sandbox_id,
+            template_id=capture.template_id,
+            machine=capture.machine,
+            agent_version=capture.agent_version,
+            disk_layers=(LayerReference("sha256:" + 64 * "d", 1),),
+            default_user=capture.default_user,
+            memory_layers=(layer,) if full else (),
+            state=StateFile("state", 1, layer.digest) if full else None,
+            environment=Environment(
+                "fake", "1", "tcg", "fake", "max", layer.digest, 0, "6", layer.digest, layer.digest
+            ),
+            agent_responsive=capture.agent_responsive,
+            agent_token=capture.memory.agent_token if capture.memory is not None else None,
+        )
+        world.snapshots[capture.snapshot_id] = FakeSnapshot(
+            manifest, world.content[sandbox_id] if full else None, world.written[sandbox_id]
+        )
+        await self._script.at("saved.save done")
+        return manifest
+
+    async def get(self, snapshot_id: str) -> SnapshotManifest:
+        await self._script.at("saved.get")
+        try:
+            found = self._world.snapshots[snapshot_id]
+        except KeyError:
+            raise SnapshotNotFoundError(snapshot_id) from None
+        if found.damaged:
+            raise SnapshotError("field 'kind' is damaged")
+        return found.manifest
+
+    async def delete(self, snapshot_id: str) -> None:
+        await self._script.at("saved.delete")
+        assert snapshot_id not in self._world.leased
+        self._world.snapshots.pop(snapshot_id, None)
+        await self._script.at("saved.delete done")
+
+    async def hidden(self) -> Sequence[str]:
+        await self._script.at("saved.hidden")
+        return tuple(self._world.snapshots)
+
+    @asynccontextmanager
+    async def load(self, snapshot_id: str, *, memory: bool) -> AsyncIterator[LoadableMachine]:
+        await self._script.at("saved.load")
+        manifest = await self.get(snapshot_id)
+        self._world.leased.append(snapshot_id)
+        try:
+            if memory and manifest.kind is SnapshotKind.FULL:
+                yield LoadableMachine(manifest, (snapshot_id,), (Path(snapshot_id),), Path(snapshot_id) / "state")
+            else:
+                yield LoadableMachine(manifest, (snapshot_id,))
+        finally:
+            self._world.leased.remove(snapshot_id)
+
+    async def unpack(self, stack: Sequence[Path], out: Path) -> int:
+        await self._script.at("unpack")
+        (snapshot_id,) = stack
+        assert str(snapshot_id) in self._world.leased
+        out.write_text(str(snapshot_id))
+        await self._script.at("unpack done")
+        return 1
+
 
 class FakeMachine:
     def __init__(self, world: World, script: Script, vm: FakeVm) -> None:
@@ -320,13 +452,24 @@ class FakeMachine:
         return self._vm.record
 
     async def pause(self) -> None:
-        raise AssertionError("nobody pauses yet")
+        await self._script.at("machine.pause")
+        self._alive().paused = True
+        await self._script.at("machine.pause done")
 
     async def resume(self) -> None:
-        raise AssertionError("nobody resumes yet")
+        await self._script.at("machine.resume")
+        self._alive().paused = False
+        await self._script.at("machine.resume done")
 
     async def save_state(self, destination: Path) -> None:
-        raise AssertionError("nobody saves yet")
+        await self._script.at("machine.save_state")
+        assert self._alive().paused
+        destination.write_text(self._vm.directory.name)
+
+    def _alive(self) -> FakeVm:
+        if self._vm.ended.is_set():
+            raise VmmError(f"the machine has ended: {self._vm.reason}")
+        return self._vm
 
     async def shutdown(self, timeout_s: float) -> None:
         await self.kill()
@@ -363,12 +506,38 @@ class FakeVmm:
         self._world, self._script = world, script
         self.configs: list[MachineConfig] = []
 
+    def prepare_memory(self, machine_id: str) -> Path:
+        directory = self._world.home / "memory"
+        directory.mkdir(exist_ok=True)
+        return directory / machine_id
+
     def prepare_directory(self, machine_id: str, directory: Path) -> None:
-        assert list(directory.iterdir()) == []
+        assert {path.name for path in directory.iterdir()} <= {"log.jsonl", "disk.sock"}
         self._world.prepared.add(directory)
 
     async def boot(self, config: MachineConfig) -> FakeMachine:
         await self._script.at("vmm.boot")
+        return await self._start(config, "vmm.boot done", 0)
+
+    async def load(self, config: MachineConfig, state: Path, memory: Path) -> FakeMachine:
+        snapshot_id = memory.read_text()
+        memory.unlink()
+        try:
+            await self._script.at("vmm.load")
+            assert state == Path(snapshot_id) / "state"
+            assert snapshot_id in self._world.leased
+            content = self._world.snapshots[snapshot_id].content
+            assert content is not None
+            machine = await self._start(config, "vmm.load done", content)
+        except BaseException:
+            if not self._script.dead:
+                self._world.memory.discard(config.machine_id)
+            raise
+        machine._vm.paused = True
+        return machine
+
+    async def _start(self, config: MachineConfig, done: str, content: int) -> FakeMachine:
+        self._world.content[config.machine_id] = content
         assert config.directory.name in self._world.disks
         index = int(config.interface.namespace.name.removeprefix("fake-"))
         assert self._world.lent[index] is not None, "booted before its network rules were in force"
@@ -387,7 +556,7 @@ class FakeVmm:
         if self._world.vm_dies_at_boot is not None and len(self.configs) <= self._world.dying_boots:
             self.die(config.machine_id, self._world.vm_dies_at_boot)
         try:
-            await self._script.at("vmm.boot done")
+            await self._script.at(done)
         except BaseException:
             if not self._script.dead:
                 _remove_vm(self._world, vm, "boot failed")
@@ -397,9 +566,6 @@ class FakeVmm:
     def die(self, sandbox_id: str, reason: str) -> None:
         """The process ends by itself; its memory file stays until somebody removes it."""
         self._world.vms.pop(sandbox_id).end(reason)
-
-    async def load(self, config: MachineConfig, state: Path, memory: Path) -> FakeMachine:
-        raise AssertionError("nobody loads yet")
 
     async def adopt(self, record: MachineRecord) -> FakeMachine | None:
         await self._script.at("vmm.adopt")
@@ -416,11 +582,23 @@ class FakeAgent:
 
     async def health(self) -> None:
         await self._script.at("agent.health")
-        if not self._world.agent_ready.is_set():
+        if not self._world.agent_ready.is_set() or self._hung():
+            raise GuestAgentError("silent")
+
+    def _hung(self) -> bool:
+        return any(
+            self.host == str(_slot(int(vm.record.version)).address) and vm.directory.name in self._world.hung
+            for vm in self._world.vms.values()
+        )
+
+    async def sync(self) -> None:
+        await self._script.at("agent.sync")
+        if self._hung():
             raise GuestAgentError("silent")
 
     async def init(self, identity: GuestIdentity) -> AgentInfo:
         await self._script.at("agent.init")
+        assert not self._world.vms[identity.sandbox_id].paused
         assert identity.access_token == self.token
         self._world.identities[identity.sandbox_id] = identity
         return AgentInfo(AGENT_VERSION)
@@ -452,6 +630,8 @@ class FakeOrphans:
         for vm in strays:
             _remove_vm(self._world, vm, "reaped")
         self._world.memory &= {Path(record.directory).name for record in live}
+        for path in (self._world.home / "memory").glob("*"):
+            path.unlink()
         return [vm.directory.name for vm in strays]
 
 
@@ -509,6 +689,7 @@ class Server:
         )
         self.vmm = FakeVmm(world, self.script)
         self.disks = FakeDisks(world, self.script)
+        self.saved = FakeSaved(world, self.script)
         self.orchestrator = Orchestrator(
             self.settings,
             vmm=self.vmm,
@@ -519,6 +700,8 @@ class Server:
             agents=lambda host, token: FakeAgent(world, self.script, host, token),
             orphans=FakeOrphans(world, self.script),
             host=FakeHost(world),
+            saved=self.saved,
+            unpack=self.saved.unpack,
             clock=world.clock,
             journal=ScriptedJournal(world.home / "state.db", self.script),
         )
@@ -558,20 +741,34 @@ class Server:
 
     def check(self, expected: Collection[str] | None = None) -> None:
         """State is true: what the server shows, the host has, and nothing more; the journal says the same."""
-        shown = {sandbox.id for sandbox in self.orchestrator.list()}
+        sandboxes = {sandbox.id: sandbox for sandbox in self.orchestrator.list()}
+        shown = set(sandboxes)
         if expected is not None:
             assert shown == set(expected)
         world = self.world
-        assert set(world.vms) == shown
-        assert world.memory == shown
-        assert world.disks == shown
+        running = {name for name, sandbox in sandboxes.items() if sandbox.state is SandboxState.RUNNING}
+        paused = {name for name, sandbox in sandboxes.items() if sandbox.state is SandboxState.PAUSED}
+        assert running | paused == shown
+        assert set(world.vms) == running
+        assert not any(vm.paused for vm in world.vms.values())
+        assert world.memory == running
+        assert world.disks == running
+        assert world.leased == []
+        assert not list((world.home / "memory").glob("*")), "memory of a machine that was never loaded"
+        assert set(world.snapshots) == {one.snapshot_id for one in sandboxes.values() if one.snapshot_id is not None}
+        assert all(sandboxes[name].snapshot_id is not None for name in paused)
         assert {int(vm.record.version) for vm in world.vms.values()} == set(world.lent)
         assert {path.name for path in (world.home / "sandboxes").glob("*")} == shown
-        assert {route.sandbox_id for route in self.orchestrator.routes} == shown
+        assert not list((world.home / "sandboxes").glob("*/state"))
+        assert {route.sandbox_id for route in self.orchestrator.routes} == running
         assert {live.sandbox.id for live in self.orchestrator._live} == shown
         rows = read_journal(world.home / "state.db")
-        assert {(row["id"], row["state"]) for row in rows["sandboxes"]} == {(name, "running") for name in shown}
+        states = {(name, sandbox.state.value) for name, sandbox in sandboxes.items()}
+        assert {(row["id"], row["state"]) for row in rows["sandboxes"]} == states
+        assert {row["id"] for row in rows["sandboxes"] if row["machine"] is not None} == running
         assert {row["sandbox_id"] for row in rows["resources"]} == shown
+        kept = {(row["sandbox_id"], row["name"]) for row in rows["resources"] if row["kind"] == "snapshot"}
+        assert kept == {(name, one.snapshot_id) for name, one in sandboxes.items() if one.snapshot_id is not None}
         assert rows["intents"] == []
         assert [row for row in rows["idempotency"] if row["outcome"] == "in_progress"] == []
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -195,3 +197,50 @@ async def test_nobody_listens() -> None:
     with pytest.raises(GuestAgentError, match="could not be asked"):
         await agents("127.0.0.1", "t").health()
     await agents.close()
+
+
+def messages(*contents: dict[str, Any]) -> bytes:
+    """A stream in the agent's framing: flags, length, JSON."""
+    texts = [json.dumps(content).encode() for content in contents]
+    return b"".join(struct.pack(">BI", 0, len(text)) + text for text in texts)
+
+
+STARTED: dict[str, Any] = {"event": {"start": {"pid": 7}}}
+
+
+async def test_sync_runs_as_root_and_waits_for_its_end() -> None:
+    seen: list[tuple[str, str, bytes]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append((request.path, request.headers["Authorization"], await request.read()))
+        assert request.headers["X-Access-Token"] == "t0ken"
+        return web.Response(
+            body=messages(STARTED, {"event": {"keepalive": {}}}, {"event": {"end": {"exited": True}}}, {})
+        )
+
+    async with agent_that(handler) as agent:
+        await agent.sync()
+    ((path, user, body),) = seen
+    assert (path, base64.b64decode(user.removeprefix("Basic "))) == ("/process.Process/Start", b"root:")
+    assert json.loads(body[5:]) == {"process": {"cmd": "sync"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (messages(STARTED, {"event": {"end": {"exitCode": 3, "exited": True}}}), 200, "ended with 3"),
+        (messages({"error": {"code": "not_found", "message": "no such command"}}), 200, "no such command"),
+        (messages(STARTED), 200, "did not say"),
+        (b"", 200, "did not say"),
+        (b"\0\0\0\0\2[]", 200, "something else"),
+        (b"\0\0\0\0\2{x", 200, "something else"),
+        (b"{}", 401, "401"),
+    ],
+)
+async def test_sync_that_is_not_one(body: bytes, status: int, words: str) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=body, status=status)
+
+    async with agent_that(handler) as agent:
+        with pytest.raises(GuestAgentError, match=words):
+            await agent.sync()

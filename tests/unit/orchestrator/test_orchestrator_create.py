@@ -14,14 +14,13 @@ from agentenv.errors import (
     CapacityError,
     InsufficientStorageError,
     InvalidRequestError,
-    NotImplementedYetError,
     SandboxNotFoundError,
     SandboxStartError,
     TemplateNotFoundError,
     TooManyRequestsError,
 )
 from agentenv.network.base import EgressPolicy
-from agentenv.orchestrator.model import NetworkOptions, OnTimeout, SandboxState
+from agentenv.orchestrator.model import NetworkOptions, SandboxState
 from agentenv.orchestrator.routes import Route
 
 
@@ -90,11 +89,6 @@ async def test_timeouts_out_of_range_are_refused(server: Server, timeout_s: int)
     with pytest.raises(InvalidRequestError):
         await server.orchestrator.create(wish(timeout_s=timeout_s))
     server.check([])
-
-
-async def test_pause_on_timeout_is_not_promised(server: Server) -> None:
-    with pytest.raises(NotImplementedYetError):
-        await server.orchestrator.create(wish(on_timeout=OnTimeout.PAUSE))
 
 
 async def test_unknown_template_takes_nothing(server: Server) -> None:

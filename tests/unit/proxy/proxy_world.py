@@ -178,9 +178,12 @@ class World:
     woken: list[str] = field(default_factory=list)
     wakes: dict[str, Route] = field(default_factory=dict)
     port: int = 0
+    wake_error: Exception | None = None
 
     async def _wake(self, sandbox_id: str) -> Route | None:
         self.woken.append(sandbox_id)
+        if self.wake_error is not None:
+            raise self.wake_error
         route = self.wakes.get(sandbox_id)
         if route is not None:
             self.routes.publish(route)

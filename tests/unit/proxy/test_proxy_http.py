@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from urllib.parse import quote
 
 import pytest
 from proxy_world import DOMAIN, SANDBOX, TOKEN, Guest, Peer, World, ok, request, serve_echo
 
-from agentenv.orchestrator.routes import Route
+from agentenv.errors import AgentEnvError, CapacityError, SandboxNotFoundError, SnapshotError
+from agentenv.orchestrator.routes import Route, Sleeper
 from agentenv.proxy.signatures import sign
 
 NOT_FOUND = {"sandboxId": SANDBOX, "message": "The sandbox was not found", "code": 502}
@@ -109,19 +111,64 @@ async def test_browsers_get_a_page_with_the_same_text(world: World) -> None:
     assert plain.get("content-type") == "application/json"
 
 
-async def test_unknown_sandbox_is_woken_once_and_served(world: World) -> None:
+async def test_sleeping_sandbox_is_woken_once_and_served(world: World) -> None:
     async with Guest(serve_echo).listening() as guest:
+        world.routes.let_sleep(Sleeper(SANDBOX, TOKEN))
         world.wakes[SANDBOX] = Route(SANDBOX, 1, "127.0.0.2", TOKEN)
         assert (await world.ask(request(guest.port))).status == 200
         assert (await world.ask(request(guest.port))).status == 200
         assert world.woken == [SANDBOX]
 
 
-async def test_agent_traffic_without_any_token_wakes_nothing(world: World, agent_port: int) -> None:
-    assert (await world.ask(request(agent_port, path="/health"))).status == 502
+async def test_sandbox_that_does_not_sleep_is_not_woken(world: World) -> None:
+    assert (await world.ask(request(1234))).status == 502
+    world.routes.let_sleep(Sleeper(SANDBOX, TOKEN))
+    world.routes.withdraw(SANDBOX)
+    assert (await world.ask(request(1234))).status == 502
     assert world.woken == []
-    await world.ask(request(agent_port, path="/health", headers=[("X-Access-Token", "x")]))
+
+
+async def test_traffic_for_the_agent_wakes_with_its_token_only(world: World, agent_port: int) -> None:
+    world.routes.let_sleep(Sleeper(SANDBOX, TOKEN))
+    wrong: list[list[tuple[str, str]]] = [[], [("X-Access-Token", "x")], [("X-Access-Token", "\xe9")]]
+    for headers in wrong:
+        answer = await world.ask(request(agent_port, path="/health", headers=headers))
+        assert (answer.status, b"was not found" in answer.body) == (502, True)
+    assert (await world.ask(request(agent_port, path="/files?path=/a&signature=v1_x"))).status == 502
+    assert world.woken == []
+    await world.ask(request(agent_port, path="/health", headers=[("X-Access-Token", TOKEN)]))
     assert world.woken == [SANDBOX]
+    signature = sign(b"/a", "read", b"user", TOKEN).decode()
+    await world.ask(request(agent_port, path=f"/files?path=/a&username=user&signature={quote(signature)}"))
+    assert world.woken == [SANDBOX, SANDBOX]
+
+
+async def test_private_path_wakes_nothing(world: World, agent_port: int) -> None:
+    world.routes.let_sleep(Sleeper(SANDBOX, TOKEN))
+    answer = await world.ask(request(agent_port, path="/init", headers=[("X-Access-Token", TOKEN)]))
+    assert (answer.status, world.woken) == (403, [])
+
+
+async def test_private_traffic_wakes_with_its_token_only(world: World) -> None:
+    world.routes.let_sleep(Sleeper(SANDBOX, TOKEN, "secret"))
+    for headers in ([], [("E2B-Traffic-Access-Token", "wrong")]):
+        answer = await world.ask(request(1234, headers=headers))
+        assert (answer.status, b"was not found" in answer.body) == (502, True)
+    assert world.woken == []
+    await world.ask(request(1234, headers=[("E2B-Traffic-Access-Token", "secret")]))
+    assert world.woken == [SANDBOX]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(CapacityError("no room"), 503), (SnapshotError("damaged"), 503), (SandboxNotFoundError("i1"), 502)],
+)
+async def test_sandbox_that_cannot_be_woken(world: World, error: AgentEnvError, status: int) -> None:
+    world.routes.let_sleep(Sleeper(SANDBOX, TOKEN))
+    world.wake_error = error
+    answer = await world.ask(request(1234))
+    assert answer.status == status
+    assert json.loads(answer.body)["code"] == status
 
 
 async def test_traffic_token_guards_every_port_but_the_agents(world: World, agent_port: int) -> None:

@@ -1,0 +1,419 @@
+"""How a running sandbox becomes a paused one, and back: the steps, and the complete way back when one of them fails.
+
+A pause stops the VM, saves it into a hidden snapshot, and ends the VM only when that snapshot is durable: until then
+it can simply run on. A resume starts a new VM from the snapshot, which stays as it is. Both run in tasks of their own
+that come to their end whoever leaves; only a kill cuts them short, and then the kill clears up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import structlog
+
+from agentenv.config import MIB, Settings
+from agentenv.errors import (
+    AgentEnvError,
+    ConflictError,
+    GuestAgentError,
+    GuestUnresponsiveError,
+    SandboxNotFoundError,
+    SandboxStartError,
+    SnapshotError,
+    SnapshotMismatchError,
+    SnapshotNotFoundError,
+    TooManyRequestsError,
+    VmmError,
+)
+from agentenv.orchestrator import logbook
+from agentenv.orchestrator.admission import Admission, StartGate
+from agentenv.orchestrator.cleanup import Cleaner
+from agentenv.orchestrator.creation import check_room, egress_policy, identity_of, worded_start
+from agentenv.orchestrator.journal import Journal, Resource, ResourceKind
+from agentenv.orchestrator.launch import Launcher, LaunchPlan, Releaser
+from agentenv.orchestrator.live import LiveSandbox, LiveSandboxes
+from agentenv.orchestrator.model import LogEntry, PauseMode, Sandbox, SandboxState
+from agentenv.orchestrator.ports import AgentFactory, Clock, SavedMachines
+from agentenv.orchestrator.routes import RouteTable, Sleeper
+from agentenv.orchestrator.states import Event
+from agentenv.orchestrator.tasks import OwnedTasks, in_thread, to_the_end
+from agentenv.snapshots.machines import Capture, LoadableMachine, SavedMemory, hidden_id
+from agentenv.snapshots.manifest import MachineShape
+
+_log = structlog.get_logger(__name__)
+STATE_NAME = "state"
+"""The saved devices, in the sandbox's directory, until the snapshot has them."""
+_HEALTH_TRIES = 3
+"""An emulated guest on a busy host may miss one or two; one that is taken for hung loses its memory."""
+_RETRY_S = 30
+"""A pause that failed at the end of a sandbox's time is tried again after so long."""
+_IN_FLIGHT_RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PauserParts:
+    """What `Pauser` works with."""
+
+    settings: Settings
+    journal: Journal
+    launcher: Launcher
+    releaser: Releaser
+    cleaner: Cleaner
+    saved: SavedMachines
+    agents: AgentFactory
+    live: LiveSandboxes
+    admission: Admission
+    gate: StartGate
+    clock: Clock
+    operations: OwnedTasks
+    routes: RouteTable
+    publish: Callable[[LiveSandbox], object]
+    """Called at the moment a sandbox runs (again); must not fail."""
+    hide: Callable[[LiveSandbox], None]
+    """Called at the moment a sandbox stops to be reachable; must not fail."""
+    end: Callable[[LiveSandbox, str], asyncio.Task[None]]
+    """Ends a sandbox, for the reason given."""
+
+
+class Pauser:
+    """Pauses and resumes sandboxes. Every method but the tasks decides at once, without waiting."""
+
+    def __init__(self, parts: PauserParts) -> None:
+        self._parts = parts
+        self._places = asyncio.Semaphore(parts.settings.sandbox.max_concurrent_starts)
+        """Guests that stand still at the same time while they are saved."""
+
+    def pause(self, live: LiveSandbox, *, memory: bool, require_healthy: bool = False) -> asyncio.Task[None]:
+        """Begin to pause a running sandbox.
+
+        The task raises:
+            GuestUnresponsiveError: the agent is silent, and `require_healthy`, or `memory` is off. It runs on.
+            SandboxNotFoundError: it was killed meanwhile.
+            AgentEnvError: of the step that failed. It runs on.
+
+        Raises:
+            ConflictError: it does not run.
+        """
+        sandbox = live.sandbox
+        if live.state is not SandboxState.RUNNING:
+            what = "already paused" if live.state in (SandboxState.PAUSED, SandboxState.PAUSING) else f"{live.state}"
+            raise ConflictError(f"sandbox {sandbox.id} is {what}")
+        live.apply(Event.PAUSE)
+        task = self._parts.operations.spawn(self._pause(live, memory, require_healthy), f"pause {sandbox.id}")
+        live.transition = task
+        return task
+
+    def resume(self, live: LiveSandbox, timeout_s: int, *, memory: bool | None) -> asyncio.Task[Sandbox]:
+        """Begin to resume a paused sandbox, which then lives for `timeout_s` seconds.
+
+        Args:
+            live: which.
+            timeout_s: seconds, from the moment when it runs.
+            memory: False boots from its disk.
+
+        The task raises as `Orchestrator.create` does, and `SnapshotError`, `SnapshotMismatchError`. It is paused as
+        before then.
+
+        Raises:
+            ConflictError: it is not paused, or its memory holds a hung agent and is wanted.
+            TooManyRequestsError: too many sandboxes run.
+        """
+        sandbox = live.sandbox
+        if live.state is not SandboxState.PAUSED:
+            raise start_in_flight(sandbox.id)
+        if sandbox.agent_unresponsive_at_pause and memory is not False and sandbox.pause_mode is PauseMode.FULL:
+            raise ConflictError(
+                f"the agent of sandbox {sandbox.id} did not answer when it was paused, so its saved memory is of no "
+                "use; connect with memory: false boots it from its disk",
+                error_code="sandbox_snapshot_guest_agent_unresponsive",
+                should_retry=False,
+            )
+        running = self._parts.live.running + self._parts.cleaner.machines
+        check_room(running, self._parts.settings.sandbox.max_running)
+        live.apply(Event.RESUME)
+        task = self._parts.operations.spawn(self._resume(live, timeout_s, memory), f"resume {sandbox.id}")
+        live.transition = task
+        return task
+
+    def let_sleep(self, live: LiveSandbox) -> None:
+        """Let traffic wake a sandbox, if that is wanted and possible."""
+        sandbox = live.sandbox
+        if wakes(sandbox):
+            self._parts.routes.let_sleep(Sleeper(sandbox.id, sandbox.envd_access_token, sandbox.traffic_access_token))
+
+    async def _pause(self, live: LiveSandbox, memory: bool, require_healthy: bool) -> None:
+        parts = self._parts
+        sandbox = live.sandbox
+        began = parts.clock.monotonic()
+        snapshot_id = hidden_id(sandbox.id)
+        hidden = False
+        try:
+            responsive = await self._check_agent(live, needed=require_healthy or not memory)
+            live.holdings.snapshots.add(snapshot_id)
+            live.sandbox = replace(live.sandbox, pausing_into=snapshot_id)
+            await parts.journal.begin_pause(live.sandbox, parts.clock.now())
+            async with self._places:
+                _check_still(live, SandboxState.PAUSING)
+                hidden = True
+                parts.hide(live)
+                if memory:
+                    self.let_sleep(live)
+                else:
+                    await self._sync(live)
+                await self._save(live, snapshot_id, memory, responsive)
+            now = parts.clock.now()
+            paused = replace(
+                live.sandbox,
+                state=SandboxState.PAUSED,
+                paused_at=now,
+                end_at=now,
+                pause_mode=PauseMode.FULL if memory else PauseMode.FILESYSTEM,
+                agent_unresponsive_at_pause=not responsive,
+                snapshot_id=snapshot_id,
+                pausing_into=None,
+            )
+            _check_still(live, SandboxState.PAUSING)
+            await parts.journal.finish_pause(paused)
+            _check_still(live, SandboxState.PAUSING)
+        except (Exception, asyncio.CancelledError) as error:
+            if live.state is not SandboxState.PAUSING:  # killed: the kill clears up
+                raise SandboxNotFoundError(sandbox.id) from error
+            await to_the_end(parts.operations.spawn(self._run_on(live, hidden, error), f"undo the pause {sandbox.id}"))
+            if isinstance(error, AgentEnvError | asyncio.CancelledError):
+                raise
+            _log.error("pause_crashed", sandbox=sandbox.id, exc_info=error)
+            raise VmmError(f"sandbox {sandbox.id} could not be paused: {type(error).__name__}") from error
+        if live.watcher is not None:
+            live.watcher.cancel()
+        live.sandbox = paused
+        live.not_before = None
+        parts.hide(live)
+        self.let_sleep(live)
+        await self._tidy(live)
+        _log.info("sandbox_paused", sandbox=sandbox.id, memory=memory, took_s=round(parts.clock.monotonic() - began, 3))
+        message = "paused" if memory else "paused without its memory"
+        await logbook.append(live.holdings.directory, LogEntry(now, "info", "orchestrator", message))
+
+    async def _check_agent(self, live: LiveSandbox, *, needed: bool) -> bool:
+        """Whether the agent answers."""
+        sandbox, slot = live.sandbox, live.holdings.slot
+        assert slot is not None  # noqa: S101 - it runs
+        agent = self._parts.agents(str(slot.address), sandbox.envd_access_token)
+        for tries_left in reversed(range(_HEALTH_TRIES)):
+            try:
+                await agent.health()
+                return True
+            except GuestAgentError as error:
+                if tries_left:
+                    continue
+                if needed:
+                    raise GuestUnresponsiveError(
+                        f"sandbox {sandbox.id} was not paused, it runs on: {error.message}"
+                    ) from error
+                _log.warning("agent_silent_at_pause", sandbox=sandbox.id, error=error.message)
+        return False
+
+    async def _sync(self, live: LiveSandbox) -> None:
+        slot = live.holdings.slot
+        assert slot is not None  # noqa: S101 - it runs
+        try:
+            await self._parts.agents(str(slot.address), live.sandbox.envd_access_token).sync()
+        except GuestAgentError as error:
+            raise GuestUnresponsiveError(
+                f"sandbox {live.sandbox.id} was not paused, it runs on: its disk could not be flushed: {error.message}"
+            ) from error
+
+    async def _save(self, live: LiveSandbox, snapshot_id: str, memory: bool, responsive: bool) -> None:
+        sandbox, machine, directory = live.sandbox, live.holdings.machine, live.holdings.directory
+        assert machine is not None  # noqa: S101 - it runs
+        await machine.pause()
+        saved_memory: SavedMemory | None = None
+        state = directory / STATE_NAME
+        try:
+            if memory:
+                if machine.record.memory_file is None:
+                    raise VmmError(f"the memory of sandbox {sandbox.id} is in no file that could be saved")
+                await machine.save_state(state)
+                saved_memory = SavedMemory(Path(machine.record.memory_file), state, sandbox.envd_access_token)
+            await self._parts.saved.save(
+                Capture(
+                    snapshot_id=snapshot_id,
+                    sandbox_id=sandbox.id,
+                    template_id=sandbox.template_id,
+                    parent_id=sandbox.snapshot_id,
+                    machine=MachineShape(sandbox.vcpus, sandbox.memory_mib, sandbox.disk_mib * MIB),
+                    agent_version=sandbox.envd_version,
+                    agent_responsive=responsive,
+                    default_user=sandbox.default_user,
+                    default_workdir=sandbox.default_workdir,
+                    env=sandbox.template_env,
+                    metadata=sandbox.request.metadata,
+                    memory=saved_memory,
+                )
+            )
+        finally:
+            await in_thread(lambda: state.unlink(missing_ok=True))
+
+    async def _run_on(self, live: LiveSandbox, hidden: bool, reason: BaseException) -> None:
+        """The way back of a pause. The sandbox runs as before, or is killed: never anything between."""
+        parts = self._parts
+        sandbox, holdings = live.sandbox, live.holdings
+        try:
+            if sandbox.pausing_into in holdings.snapshots:
+                await parts.releaser.delete_snapshot(holdings, sandbox.pausing_into)
+        except AgentEnvError as error:
+            # A server that found both, this snapshot and the running VM, would believe the snapshot.
+            _log.warning("snapshot_not_deleted", snapshot=sandbox.pausing_into, error=error.message)
+        try:
+            if hidden and holdings.machine is not None:
+                await holdings.machine.resume()
+        except AgentEnvError as error:
+            if live.state is SandboxState.PAUSING:
+                parts.end(live, f"a pause failed ({reason}), and it could not run on: {error.message}")
+            return
+        if live.state is not SandboxState.PAUSING:  # killed meanwhile
+            return
+        now = parts.clock.now()
+        # Another life: connections of the last one were cut for good.
+        running = replace(live.sandbox, state=SandboxState.RUNNING, pausing_into=None, life=live.sandbox.life + hidden)
+        try:
+            await parts.journal.abort_pause(running)
+        except AgentEnvError as error:  # the next start finds the VM alive, and no snapshot
+            _log.warning("failed_pause_not_noted", sandbox=sandbox.id, error=error.message)
+        if live.state is not SandboxState.PAUSING:
+            return
+        live.apply(Event.PAUSE_FAILED)
+        live.sandbox = running
+        live.not_before = now + timedelta(seconds=_RETRY_S)
+        if live.watcher is not None:
+            live.watcher.cancel()
+        parts.publish(live)
+        message = f"a pause failed, it runs on: {getattr(reason, 'message', type(reason).__name__)}"
+        await logbook.append(holdings.directory, LogEntry(now, "warn", "orchestrator", message))
+
+    async def _tidy(self, live: LiveSandbox) -> None:
+        """Give back what a paused sandbox does not need. What cannot be is tried again when it is resumed or killed."""
+        parts = self._parts
+        try:
+            await parts.releaser.give_back(live.holdings)
+            for snapshot_id in sorted(live.holdings.snapshots - {live.sandbox.snapshot_id}):
+                await parts.releaser.delete_snapshot(live.holdings, snapshot_id)
+        except AgentEnvError as error:
+            _log.warning("release_failed", sandbox=live.sandbox.id, error=error.message)
+
+    async def _resume(self, live: LiveSandbox, timeout_s: int, memory: bool | None) -> Sandbox:
+        parts = self._parts
+        sandbox = live.sandbox
+        began = parts.clock.monotonic()
+        try:
+            assert sandbox.snapshot_id is not None  # noqa: S101 - it is paused
+            async with parts.gate.place():
+                with parts.admission.reserve(sandbox.memory_mib):
+                    running = await self._start(live, sandbox.snapshot_id, timeout_s, memory)
+        except (Exception, asyncio.CancelledError) as error:
+            if live.state is not SandboxState.RESUMING:  # killed: the kill clears up
+                raise SandboxNotFoundError(sandbox.id) from error
+            await to_the_end(parts.operations.spawn(self._sleep_on(live), f"undo the resume {sandbox.id}"))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise _worded_resume(sandbox.id, error) from error
+        # From here to the return nothing waits: the sandbox runs in the moment it is published.
+        live.sandbox = running
+        parts.publish(live)
+        _log.info("sandbox_resumed", sandbox=sandbox.id, took_s=round(parts.clock.monotonic() - began, 3))
+        return running
+
+    async def _start(self, live: LiveSandbox, snapshot_id: str, timeout_s: int, memory: bool | None) -> Sandbox:
+        parts = self._parts
+        resources = (Resource(ResourceKind.DISK, live.sandbox.id), Resource(ResourceKind.MACHINE, live.sandbox.id))
+        live.sandbox = replace(live.sandbox, life=live.sandbox.life + 1)
+        await parts.journal.begin_resume(live.sandbox, resources, parts.clock.now())
+        await parts.releaser.give_back(live.holdings)
+        async with parts.saved.load(snapshot_id, memory=memory is not False) as machine:
+            info = await parts.launcher.launch(_plan(live.sandbox, machine), live.holdings)
+            now = parts.clock.now()
+            message = "resumed" if machine.state is not None else "booted from its saved disk"
+            await logbook.append(live.holdings.directory, LogEntry(now, "info", "orchestrator", message))
+            running = replace(
+                live.sandbox,
+                state=SandboxState.RUNNING,
+                envd_version=info.version,
+                resumed_at=now,
+                end_at=now + timedelta(seconds=timeout_s),
+                paused_at=None,
+                pause_mode=None,
+                agent_unresponsive_at_pause=False,
+            )
+            _check_still(live, SandboxState.RESUMING)
+            await parts.journal.finish_start(running, None)
+            _check_still(live, SandboxState.RESUMING)
+            return running
+
+    async def _sleep_on(self, live: LiveSandbox) -> None:
+        """The way back of a resume."""
+        parts = self._parts
+        await self._tidy(live)
+        paused = replace(live.sandbox, state=SandboxState.PAUSED)
+        try:
+            if live.state is SandboxState.RESUMING:
+                await parts.journal.finish_pause(paused)
+        except AgentEnvError as error:  # the next start takes one that was resuming for paused
+            _log.warning("failed_resume_not_noted", sandbox=paused.id, error=error.message)
+        if live.state is SandboxState.RESUMING:
+            live.apply(Event.RESUME_FAILED)
+            self.let_sleep(live)
+
+
+def wakes(sandbox: Sandbox) -> bool:
+    """Whether traffic may wake a sandbox, once it is paused."""
+    return (
+        sandbox.request.auto_resume
+        and sandbox.pause_mode is not PauseMode.FILESYSTEM
+        and not sandbox.agent_unresponsive_at_pause
+    )
+
+
+def start_in_flight(sandbox_id: str) -> ConflictError:
+    """What the second of two resumes gets."""
+    return ConflictError(
+        f"sandbox {sandbox_id} is being resumed already; try again",
+        error_code="sandbox_start_in_flight",
+        retry_after_s=_IN_FLIGHT_RETRY_AFTER_S,
+        should_retry=True,
+    )
+
+
+def _check_still(live: LiveSandbox, state: SandboxState) -> None:
+    if live.state is not state:
+        raise SandboxNotFoundError(live.sandbox.id)
+
+
+def _plan(sandbox: Sandbox, machine: LoadableMachine) -> LaunchPlan:
+    shape = machine.manifest.machine
+    return LaunchPlan(
+        layers=machine.disk_layers,
+        disk_bytes=shape.disk_bytes,
+        policy=egress_policy(sandbox.request),
+        vcpus=shape.vcpus,
+        memory_mib=shape.memory_mib,
+        identity=identity_of(sandbox),
+        again=True,
+        saved=machine,
+    )
+
+
+def _worded_resume(sandbox_id: str, error: BaseException) -> AgentEnvError:
+    """The error that the caller of a failed resume gets."""
+    if isinstance(error, SnapshotMismatchError | TooManyRequestsError):
+        return error
+    if isinstance(error, SnapshotError | SnapshotNotFoundError):
+        return SnapshotError(f"sandbox {sandbox_id} could not be resumed, it stays paused: {error.message}")
+    worded = worded_start(sandbox_id, error)
+    if isinstance(worded, SandboxStartError):
+        detail = error.message if isinstance(error, AgentEnvError) else f"internal error ({type(error).__name__})"
+        return SandboxStartError(f"sandbox {sandbox_id} could not be resumed, it stays paused: {detail}")
+    return worded

@@ -1,0 +1,337 @@
+"""Machines that are saved into snapshots, and what it takes to load one: layers, state, kernel, initramfs.
+
+Brings together the repository of snapshots, the layer store, the disks and the facts of this node. It never touches a
+VMM: whoever calls has stopped the machine and written its state, and loads it afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import platform
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from agentenv import ids
+from agentenv.errors import LayerError, SnapshotError, SnapshotMismatchError, SnapshotNotFoundError, StorageError
+from agentenv.guest.assets import GuestAssets
+from agentenv.snapshots.compatibility import NodeFacts, features_digest, mismatches
+from agentenv.snapshots.manifest import (
+    Environment,
+    LayerReference,
+    MachineShape,
+    SnapshotKind,
+    SnapshotManifest,
+    StateFile,
+)
+from agentenv.snapshots.service import AsyncDraft, SnapshotService
+from agentenv.storage.layers import LayerStore, StoredLayer
+from agentenv.storage.memory import pack_memory
+from agentenv.vmm.base import VmmFacts
+from agentenv.vmm.process import finish_in_thread
+
+log = structlog.get_logger(__name__)
+
+HIDDEN_PREFIX = "pause-"
+"""Begins the ids of snapshots that belong to one sandbox, and that no caller ever names."""
+MOST_MEMORY_LAYERS = 8
+"""A stack of this depth is not put upon: the next image is stored whole, so that loading it stays quick."""
+_TRIES = 5
+
+
+class CapturedDisks(Protocol):
+    """What is needed of `storage.disks.DiskStore`."""
+
+    async def capture(self, disk_id: str) -> StoredLayer: ...
+
+    async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]: ...
+
+    async def collected(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SavedMemory:
+    """Memory and devices of a stopped machine, which nobody may change meanwhile."""
+
+    image: Path
+    state: Path
+    agent_token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A stopped machine and what a manifest says of it."""
+
+    snapshot_id: str
+    sandbox_id: str
+    """Also the id of its disk."""
+    template_id: str
+    parent_id: str | None
+    """The snapshot whose memory is likely to be much like this one's."""
+    machine: MachineShape
+    agent_version: str
+    agent_responsive: bool
+    default_user: str
+    default_workdir: str | None
+    env: Mapping[str, str] = field(repr=False)
+    metadata: Mapping[str, str]
+    memory: SavedMemory | None
+    """None: the disk alone is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadableMachine:
+    """What a machine is started from. Valid as long as the context that gave it."""
+
+    manifest: SnapshotManifest
+    disk_layers: tuple[str, ...]
+    """Digests, bottom first."""
+    memory_layers: tuple[Path, ...] = ()
+    """Bottom first; empty when it boots."""
+    state: Path | None = None
+    """None when it boots."""
+    kernel: Path | None = None
+    initramfs: Path | None = None
+
+
+def hidden_id(sandbox_id: str) -> str:
+    """Make an id for a hidden snapshot of a sandbox."""
+    return f"{HIDDEN_PREFIX}{sandbox_id}-{ids.new_uuid()[:8]}"
+
+
+class SavedMachines:
+    """Used from one event loop.
+
+    Args:
+        snapshots: where snapshots are kept.
+        layers: where layers are kept.
+        disks: those that are captured.
+        assets: what guests boot from now; older kernels and initramfs are looked for beside them.
+        facts: what the VMM of this node is.
+    """
+
+    def __init__(
+        self,
+        snapshots: SnapshotService,
+        layers: LayerStore,
+        disks: CapturedDisks,
+        assets: GuestAssets,
+        facts: Callable[[], VmmFacts],
+    ) -> None:
+        self._snapshots = snapshots
+        self._layers = layers
+        self._disks = disks
+        self._assets = assets
+        self._facts = facts
+        self._digests: dict[Path, str] = {}
+        self._garbage = False
+        self._collecting: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """End background work. Before the disks are closed."""
+        if self._collecting is not None:
+            self._collecting.cancel()
+            await asyncio.wait([self._collecting])
+
+    async def save(self, capture: Capture) -> SnapshotManifest:
+        """Make a snapshot of a stopped machine. It exists, durably, when this returns; else nothing of it is left.
+
+        Raises:
+            InsufficientStorageError: a disk is full, or the budget of snapshots is.
+            AgentEnvError: of the step that failed.
+        """
+        async with self._snapshots.draft(capture.snapshot_id) as draft:
+            # First what takes a moment while the guest stands still, but must not be lost with a later failure.
+            await self._disks.capture(capture.sandbox_id)
+            memory_layers: tuple[LayerReference, ...] = ()
+            state: StateFile | None = None
+            environment: Environment | None = None
+            if capture.memory is not None:
+                state = await draft.take_state(capture.memory.state)
+                memory_layers = await self._memory_layers(draft, capture.parent_id, capture.memory.image)
+                environment = await asyncio.to_thread(self._environment)
+            disk_layers = await self._disk_layers(draft, capture.sandbox_id, memory_layers)
+            manifest = SnapshotManifest(
+                snapshot_id=capture.snapshot_id,
+                created_at=datetime.now(UTC),
+                kind=SnapshotKind.FULL if capture.memory is not None else SnapshotKind.FILESYSTEM,
+                architecture=platform.machine(),
+                sandbox_id=capture.sandbox_id,
+                template_id=capture.template_id,
+                machine=capture.machine,
+                agent_version=capture.agent_version,
+                disk_layers=disk_layers,
+                default_user=capture.default_user,
+                parent_id=capture.parent_id,
+                default_workdir=capture.default_workdir,
+                env=capture.env,
+                metadata=capture.metadata,
+                environment=environment,
+                memory_layers=memory_layers,
+                state=state,
+                agent_responsive=capture.agent_responsive,
+                agent_token=capture.memory.agent_token if capture.memory is not None else None,
+            )
+            await draft.commit(manifest)
+        return manifest
+
+    async def get(self, snapshot_id: str) -> SnapshotManifest:
+        """See `LocalSnapshots.get`."""
+        return await self._snapshots.get(snapshot_id)
+
+    async def delete(self, snapshot_id: str) -> None:
+        """Delete a snapshot; the space of its layers comes back a little later. Idempotent.
+
+        Raises:
+            AgentEnvError: it cannot be deleted.
+        """
+        try:
+            await self._snapshots.delete(snapshot_id)
+        except SnapshotNotFoundError:
+            return
+        self._garbage = True
+        if self._collecting is None or self._collecting.done():
+            self._collecting = asyncio.get_running_loop().create_task(self._collect(), name="snapshot-garbage")
+
+    async def _collect(self) -> None:
+        while self._garbage:
+            self._garbage = False
+            await self._disks.collected()
+
+    async def hidden(self) -> tuple[str, ...]:
+        """Ids of all hidden snapshots, damaged ones, too."""
+        return tuple(name for name in await self._snapshots.ids() if name.startswith(HIDDEN_PREFIX))
+
+    @asynccontextmanager
+    async def load(self, snapshot_id: str, *, memory: bool) -> AsyncIterator[LoadableMachine]:
+        """Keep all that a machine is started from while the context lasts.
+
+        Args:
+            snapshot_id: which.
+            memory: whether its memory is wanted, when it has one. Otherwise the machine boots.
+
+        Raises:
+            SnapshotNotFoundError: there is none.
+            SnapshotError: it is damaged.
+            SnapshotMismatchError: this node cannot run it; the message says why.
+        """
+        async with self._snapshots.lease(snapshot_id) as lease:
+            manifest = lease.manifest
+            disk_layers = tuple(layer.digest for layer in lease.disk_layers)
+            if not memory or manifest.kind is not SnapshotKind.FULL:
+                yield LoadableMachine(manifest, disk_layers)
+                return
+            environment = manifest.environment
+            assert environment is not None  # noqa: S101 - the manifest's own rule
+            kernels, initramfs = await asyncio.to_thread(self._boot_files)
+            facts = self._facts()
+            node = NodeFacts(
+                architecture=platform.machine(),
+                vmm=facts.vmm,
+                vmm_version=facts.version,
+                acceleration=facts.acceleration,
+                boot_mode=facts.boot_mode,
+                cpu_model=facts.cpu_model,
+                cpu_features=features_digest(facts.cpu_features),
+                tsc_khz=facts.tsc_khz,
+                kernels={digest: path.name for digest, path in kernels.items()},
+                initramfs_digests=frozenset(initramfs),
+            )
+            if found := mismatches(manifest, node):
+                raise SnapshotMismatchError(
+                    f"the saved memory cannot be loaded on this node: {'; '.join(found)}; connect with memory: false "
+                    "boots from the saved disk"
+                )
+            yield LoadableMachine(
+                manifest,
+                disk_layers,
+                memory_layers=tuple(layer.path for layer in lease.memory_layers),
+                state=lease.state,
+                kernel=kernels[environment.kernel_digest],
+                initramfs=initramfs[environment.initramfs_digest],
+            )
+
+    async def _memory_layers(self, draft: AsyncDraft, parent_id: str | None, image: Path) -> tuple[LayerReference, ...]:
+        out = draft.directory / "memory"
+        async with AsyncExitStack() as stack:
+            parents = await self._parent_memory(stack, parent_id)
+            try:
+                await pack_memory(image, [layer.path for layer in parents], out)
+            except LayerError as error:
+                if not parents:
+                    raise
+                log.warning("memory_parent_damaged", snapshot=parent_id, error=error.message)
+                parents = ()
+                await pack_memory(image, (), out)
+            packed = await finish_in_thread(lambda: self._layers.link_file(out, owner=draft.owner), lambda _: None)
+            await asyncio.to_thread(out.unlink)
+            return tuple(_reference(layer) for layer in (*parents, packed))
+
+    async def _parent_memory(self, stack: AsyncExitStack, parent_id: str | None) -> tuple[StoredLayer, ...]:
+        """The layers that a new one goes upon, kept by `stack`; empty when the new one has to be whole."""
+        if parent_id is None:
+            return ()
+        try:
+            parent = await stack.enter_async_context(self._snapshots.lease(parent_id))
+        except (SnapshotNotFoundError, SnapshotError) as error:
+            log.info("memory_parent_unusable", snapshot=parent_id, error=error.message)
+            return ()
+        return () if len(parent.memory_layers) >= MOST_MEMORY_LAYERS else parent.memory_layers
+
+    async def _disk_layers(
+        self, draft: AsyncDraft, disk_id: str, memory_layers: tuple[LayerReference, ...]
+    ) -> tuple[LayerReference, ...]:
+        """The layers of the disk, referenced by the draft: a merge in the background may replace some at any time."""
+        for _ in range(_TRIES):
+            chain = await self._disks.chain(disk_id)
+            digests = dict.fromkeys([*(layer.digest for layer in memory_layers), *(layer.digest for layer in chain)])
+            try:
+                await asyncio.to_thread(self._layers.set_references, draft.owner, tuple(digests), durable=False)
+            except LayerError as error:
+                log.info("disk_chain_changed", disk=disk_id, error=error.message)
+                continue
+            return tuple(_reference(layer) for layer in chain)
+        raise StorageError(f"the layers of disk {disk_id} change all the time; try again")
+
+    def _environment(self) -> Environment:
+        facts = self._facts()
+        return Environment(
+            vmm=facts.vmm,
+            vmm_version=facts.version,
+            acceleration=facts.acceleration,
+            boot_mode=facts.boot_mode,
+            cpu_model=facts.cpu_model,
+            cpu_features=features_digest(facts.cpu_features),
+            tsc_khz=facts.tsc_khz,
+            kernel_version=self._assets.kernel_version,
+            kernel_digest=self._digest(self._assets.kernel),
+            initramfs_digest=self._digest(self._assets.initramfs),
+        )
+
+    def _boot_files(self) -> tuple[dict[str, Path], dict[str, Path]]:
+        """Kernels and initramfs of this node by digest, older ones included."""
+        directory = self._assets.kernel.parent
+        kernels, initramfs = (
+            {self._digest(path): path for path in {*directory.glob(pattern), current}}
+            for pattern, current in (("vmlinux-*", self._assets.kernel), ("initramfs-*", self._assets.initramfs))
+        )
+        return kernels, initramfs
+
+    def _digest(self, path: Path) -> str:
+        if path not in self._digests:  # such files never change
+            try:
+                with path.open("rb") as file:
+                    self._digests[path] = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            except OSError as error:
+                raise SnapshotError(f"cannot read the guest asset {path}: {error.strerror}") from error
+        return self._digests[path]
+
+
+def _reference(layer: StoredLayer) -> LayerReference:
+    return LayerReference(layer.digest, layer.size)
