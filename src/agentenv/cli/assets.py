@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from agentenv.cli.connection import CommandError
+from agentenv.cli.output import write
 from agentenv.config import load_settings
 from agentenv.errors import AgentEnvError
 
@@ -33,7 +33,7 @@ def build(
         assets = provision(settings, programs)
     except AgentEnvError as error:
         raise CommandError(str(error)) from error
-    sys.stdout.write(f"kernel {assets.kernel_version}, template base, in {settings.home}\n")
+    write(f"kernel {assets.kernel_version}, template base, in {settings.home}\n")
 
 
 @app.command()
@@ -48,13 +48,13 @@ def link(
         link_home(settings, source)
     except AgentEnvError as error:
         raise CommandError(str(error)) from error
-    sys.stdout.write(f"assets and template base of {source}, in {settings.home}\n")
+    write(f"assets and template base of {source}, in {settings.home}\n")
 
 
 def home() -> None:
     """Print the home directory of this configuration."""
     try:
-        sys.stdout.write(f"{load_settings().home}\n")
+        write(f"{load_settings().home}\n")
     except AgentEnvError as error:
         raise CommandError(str(error)) from error
 
@@ -67,6 +67,4 @@ def env(
 
     server = find_server()
     address = url or server.url
-    sys.stdout.write(
-        f"export E2B_API_URL={address}\nexport E2B_SANDBOX_URL={address}\nexport E2B_API_KEY={server.api_key}\n"
-    )
+    write(f"export E2B_API_URL={address}\nexport E2B_SANDBOX_URL={address}\nexport E2B_API_KEY={server.api_key}\n")

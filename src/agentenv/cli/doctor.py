@@ -9,7 +9,6 @@ import asyncio
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from agentenv.cli.output import console, print_json
+from agentenv.cli.output import print_json, print_table, shown, write
 from agentenv.config import MIB, Settings, load_settings
 from agentenv.errors import AgentEnvError
 
@@ -49,7 +49,7 @@ def doctor(
         print_json({"ok": not failed, "findings": [asdict(finding) for finding in findings]})
     else:
         _print_table(findings)
-        sys.stdout.write("something needed is missing\n" if failed else "this host can run sandboxes\n")
+        write("something needed is missing\n" if failed else "this host can run sandboxes\n")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -59,9 +59,8 @@ def _print_table(findings: list[Finding]) -> None:
         table.add_column(heading, overflow="fold")
     marks = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
     for finding in findings:
-        detail = finding.detail.replace("[", "\\[")
-        table.add_row(marks[finding.level], finding.name, detail, (finding.mend or "").replace("[", "\\["))
-    console().print(table)
+        table.add_row(marks[finding.level], finding.name, Text(shown(finding.detail)), Text(shown(finding.mend)))
+    print_table(table)
 
 
 async def examine(settings: Settings) -> list[Finding]:

@@ -5,13 +5,10 @@ They need no server, no root and no home, and know nothing of the layer store: f
 
 from __future__ import annotations
 
-import io
 import json as json_format
-import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from agentenv.cli.connection import CommandError
+from agentenv.cli.output import shown, write
 from agentenv.errors import AgentEnvError
 from agentenv.storage.images import (
     Compression,
@@ -75,7 +73,7 @@ def cat(
     ] = None,
 ) -> None:
     """Write what a stack of layers reads as to standard output."""
-    _write("")
+    write("")
     write_stack_to(stack, sys.stdout.fileno(), offset=offset, length=length)
 
 
@@ -129,10 +127,10 @@ def verify(files: Annotated[list[Path], typer.Argument(help="Layers.", metavar="
             layer = verify_layer(file)
         except AgentEnvError as error:
             damaged = True
-            sys.stderr.write(f"aenv: {_shown(error)}\n")
+            sys.stderr.write(f"aenv: {shown(error)}\n")
         else:
             facts = f"{layer.records} records, {layer.data_bytes} bytes of data, {layer.digest}"
-            _write(f"{_shown(file)}: good, {facts}\n")
+            write(f"{shown(file)}: good, {facts}\n")
     if damaged:
         raise typer.Exit(1)
 
@@ -140,42 +138,13 @@ def verify(files: Annotated[list[Path], typer.Argument(help="Layers.", metavar="
 def _print(fields: Mapping[str, Any], *, json: bool) -> None:
     if json:
         # Escapes, so that file names that are no text survive every locale.
-        _write(json_format.dumps(fields, indent=2) + "\n")
+        write(json_format.dumps(fields, indent=2) + "\n")
     else:
-        _write("".join(f"{key:<14}{_shown(value)}".rstrip() + "\n" for key, value in fields.items()))
+        write("".join(f"{key:<14}{shown(value)}".rstrip() + "\n" for key, value in fields.items()))
 
 
 def _print_written(layer: WrittenLayer, *, json: bool) -> None:
     if json:
         _print(asdict(layer) | {"path": str(layer.path)}, json=True)
     else:
-        _write(f"{_shown(layer.path)}: {layer.size} bytes, {layer.digest}\n")
-
-
-def _shown(value: object) -> str:
-    """One line for people. Tags of layers and names of files come from strangers: a terminal must not obey them."""
-    if value is None:
-        return ""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_shown(item)}" for key, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(_shown(item) for item in value)
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in str(value)
-    )
-
-
-def _write(text: str) -> None:
-    """Write to standard output at once, so that an output that takes nothing is an error of the command."""
-    if sys.stdout is None:  # how Python shows a closed descriptor
-        raise CommandError("standard output is closed")
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        # What is still buffered would fail once more when Python ends.
-        with suppress(io.UnsupportedOperation):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise CommandError(f"standard output: {error.strerror}") from error
+        write(f"{shown(layer.path)}: {layer.size} bytes, {layer.digest}\n")

@@ -13,6 +13,7 @@ import typer
 from agentenv import __version__
 from agentenv.cli import assets, copy, doctor, execute, layer, sandboxes
 from agentenv.cli.connection import CommandError
+from agentenv.cli.output import write
 from agentenv.errors import AgentEnvError
 
 app = typer.Typer(
@@ -57,7 +58,7 @@ app.add_typer(layer.app, name="layer")
 @app.command()
 def version() -> None:
     """Print the version."""
-    sys.stdout.write(f"{__version__}\n")
+    write(f"{__version__}\n")
 
 
 def main() -> None:

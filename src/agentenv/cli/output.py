@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from agentenv.cli.connection import CommandError
 
 
 class OutputFormat(StrEnum):
@@ -27,17 +33,46 @@ OutputOption = Annotated[
 def wants_json(choice: OutputFormat | None) -> bool:
     """Whether to print JSON: as chosen, else when standard output is not a terminal."""
     if choice is None:
-        return not sys.stdout.isatty()
+        return sys.stdout is None or not sys.stdout.isatty()
     return choice is OutputFormat.JSON
 
 
-def console() -> Console:
-    """Standard output; a table that goes into a pipe is not folded to some terminal's width."""
-    return Console() if sys.stdout.isatty() else Console(width=10_000)
+def shown(value: object) -> str:
+    """One line for people. Names, tags and metadata come from strangers: a terminal must not obey them."""
+    if value is None:
+        return ""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{shown(key)}={shown(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(shown(item) for item in value)
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in str(value)
+    )
+
+
+def write(text: str) -> None:
+    """Write to standard output at once, so that an output that takes nothing is an error of the command.
+
+    Raises:
+        CommandError: standard output is closed, or takes nothing (a full disk).
+        BrokenPipeError: nobody reads it any more.
+    """
+    if sys.stdout is None:  # how Python shows a closed descriptor
+        raise CommandError("standard output is closed")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # What is still buffered would fail once more when Python ends.
+        with suppress(io.UnsupportedOperation):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise CommandError(f"standard output: {error.strerror}") from error
 
 
 def print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], choice: OutputFormat | None) -> None:
@@ -49,8 +84,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], ch
     for number, heading in enumerate(columns.values()):
         table.add_column(heading, overflow="fold", no_wrap=number == 0)
     for row in rows:
-        table.add_row(*(_cell(row.get(key)) for key in columns))
-    console().print(table)
+        table.add_row(*(Text(shown(row.get(key))) for key in columns))
+    print_table(table)
 
 
 def print_fields(fields: Mapping[str, Any], choice: OutputFormat | None) -> None:
@@ -62,13 +97,14 @@ def print_fields(fields: Mapping[str, Any], choice: OutputFormat | None) -> None
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for key, value in fields.items():
-        table.add_row(key, _cell(value))
-    console().print(table)
+        table.add_row(key, Text(shown(value)))
+    print_table(table)
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={item}" for key, item in value.items())
-    return str(value).replace("[", "\\[")
+def print_table(table: Table) -> None:
+    """Print a table. Texts of strangers belong into it as `Text(shown(…))`."""
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    text = io.StringIO()
+    # A table that goes into a pipe is not folded to some terminal's width.
+    Console(file=text, force_terminal=terminal, width=None if terminal else 10_000).print(table)
+    write(text.getvalue())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
@@ -13,7 +12,16 @@ from urllib.parse import quote, urlencode
 import typer
 
 from agentenv.cli.connection import Client, CommandError, connect, sandbox_path
-from agentenv.cli.output import OutputFormat, OutputOption, print_fields, print_json, print_rows, wants_json
+from agentenv.cli.output import (
+    OutputFormat,
+    OutputOption,
+    print_fields,
+    print_json,
+    print_rows,
+    shown,
+    wants_json,
+    write,
+)
 
 SandboxArgument = Annotated[str, typer.Argument(metavar="SANDBOX", help="The sandbox id.")]
 
@@ -61,7 +69,7 @@ def start(
         if output is OutputFormat.JSON:
             print_json({key: value for key, value in created.items() if key not in _HIDDEN})
         else:
-            sys.stdout.write(created["sandboxID"] + "\n")
+            write(created["sandboxID"] + "\n")
 
     asyncio.run(run())
 
@@ -170,8 +178,7 @@ async def _each(sandboxes: list[str], work: Callable[[Client, str], Awaitable[No
             await work(client, sandbox_id)
         except CommandError as error:
             return f"{sandbox_id}: {error}"
-        sys.stdout.write(sandbox_id + "\n")
-        sys.stdout.flush()
+        write(sandbox_id + "\n")
         return None
 
     async with connect() as client:
@@ -191,7 +198,7 @@ def timeout(
             await client.request("POST", sandbox_path(sandbox, "/timeout"), body={"timeout": seconds})
             if seconds:
                 found, _ = await client.request("GET", sandbox_path(sandbox))
-                sys.stdout.write(found["endAt"] + "\n")
+                write(found["endAt"] + "\n")
 
     asyncio.run(run())
 
@@ -229,13 +236,12 @@ def logs(
 
 def _print_log(entry: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        write(json.dumps(entry, ensure_ascii=False) + "\n")
     else:
         fields = entry.get("fields") or {}
         rest = " ".join(f"{key}={value}" for key, value in fields.items() if key not in ("logger", "level"))
         moment = _instant(entry["timestamp"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
-        sys.stdout.write(f"{moment} {entry['level']:5} {entry['message']} {rest}".rstrip() + "\n")
-    sys.stdout.flush()
+        write(f"{moment} {entry['level']:5} {shown(entry['message'])} {rest}".rstrip() + "\n")
 
 
 def _instant(text: str) -> datetime:
