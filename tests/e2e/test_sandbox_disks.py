@@ -24,7 +24,7 @@ from agentenv.vmm.base import Machine
 from harness.leftovers import leftovers_of
 from harness.server import RunningServer, new_home
 from harness.storage import Storage, daemons_of, kill_daemon, storage_of
-from harness.vmm_lab import Lab, counting, counts_in, text_of
+from harness.vmm_lab import Lab, still_going
 
 pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(600)]
 
@@ -81,21 +81,6 @@ def checker(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return program.read_bytes()
 
 
-async def checked(machine: Machine, counts: int) -> None:
-    """Wait until the guest has counted further by so many; whatever its check finds ends it, and fails the test."""
-    last = (counts_in(text_of(machine)) or [0])[-1]
-    going = asyncio.create_task(counting(machine, last + counts))
-    ended = asyncio.create_task(machine.wait())
-    try:
-        await asyncio.wait([going, ended], return_when=asyncio.FIRST_COMPLETED)
-        assert not ended.done(), text_of(machine)[-400:]
-        await going
-    finally:
-        going.cancel()
-        ended.cancel()
-    assert "disk check" not in text_of(machine)
-
-
 async def booted(lab: Lab, storage: Storage, tmp_path: Path) -> Machine:
     """A guest that checks a disk, which begins with blocks of a layer below."""
     image = tmp_path / "image"
@@ -111,11 +96,11 @@ async def test_ten_captures_of_a_disk_in_use(lab: Lab, home: Path, tmp_path: Pat
     async with storage_of(home) as storage:
         machine = await booted(lab, storage, tmp_path)
         for _ in range(10):
-            await checked(machine, 3)
+            await still_going(machine, 3)
             layer = await storage.disks.capture("one")
             assert layer.size > 0
         assert len(await storage.disks.chain("one")) == 11
-        await checked(machine, COUNTS_PER_WHOLE_CHECK + 1)
+        await still_going(machine, COUNTS_PER_WHOLE_CHECK + 1)
         await machine.kill()
         await storage.disks.remove("one")
 
@@ -124,13 +109,13 @@ async def test_captures_and_deaths_of_the_daemon_together(lab: Lab, home: Path, 
     async with storage_of(home) as storage:
         machine = await booted(lab, storage, tmp_path)
         for _ in range(2):
-            await checked(machine, 3)
+            await still_going(machine, 3)
             await storage.disks.capture("one")
-            await checked(machine, 3)
+            await still_going(machine, 3)
             kill_daemon(home)
-            await checked(machine, 3)
+            await still_going(machine, 3)
         await storage.disks.capture("one")
-        await checked(machine, COUNTS_PER_WHOLE_CHECK + 1)
+        await still_going(machine, COUNTS_PER_WHOLE_CHECK + 1)
         await machine.kill()
         content = (await storage.content("one", tmp_path / "content")).read_bytes()
         assert content[CHECKED_MIB * MIB :] == (tmp_path / "image").read_bytes()[CHECKED_MIB * MIB :]
@@ -140,7 +125,7 @@ async def test_captures_and_deaths_of_the_daemon_together(lab: Lab, home: Path, 
 async def test_a_machine_ends_while_its_daemon_is_gone(lab: Lab, home: Path, tmp_path: Path) -> None:
     async with storage_of(home) as storage:
         machine = await booted(lab, storage, tmp_path)
-        await checked(machine, 3)
+        await still_going(machine, 3)
         (pid,) = daemons_of(home)
         os.kill(pid, signal.SIGSTOP)  # it takes no request and closes no connection
         async with asyncio.timeout(5):

@@ -125,10 +125,10 @@ async def counting(machine: Machine, beyond: int, after: int = 0) -> list[int]:
     return found
 
 
-async def still_going(machine: Machine) -> None:
-    """Wait until the guest has counted ten more; its end is a failure of its check."""
+async def still_going(machine: Machine, counts: int = 10) -> None:
+    """Wait until the guest has counted further by so many; whatever its check finds ends it, and fails the test."""
     last = counts_in(text_of(machine))[-1:] or [0]
-    going = asyncio.create_task(counting(machine, last[0] + 10))
+    going = asyncio.create_task(counting(machine, last[0] + counts))
     ended = asyncio.create_task(machine.wait())
     try:
         await asyncio.wait([going, ended], return_when=asyncio.FIRST_COMPLETED)

@@ -19,7 +19,7 @@ from agentenv.errors import AgentEnvError, BlockDaemonError, StorageError, VmmEr
 from agentenv.storage.blockd import BlockClient
 from agentenv.storage.blockd_messages import PROTOCOL, UNAVAILABLE, Greeting
 from agentenv.vmm.console import LogKeeper, last_lines
-from agentenv.vmm.process import ProcessHandle, read_start_time
+from agentenv.vmm.process import ProcessHandle, is_locked, read_start_time
 
 log = structlog.get_logger(__name__)
 
@@ -343,18 +343,9 @@ def _runs(pid: int, binary: Path) -> bool:
 
 def _is_locked(path: Path) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
+        return is_locked(path)
     except OSError as error:
         raise StorageError(f"cannot open {path}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _holders(path: Path) -> list[tuple[int, int]]:

@@ -70,6 +70,25 @@ def take_lock(directory: Path) -> int:
     return lock
 
 
+def is_locked(path: Path) -> bool:
+    """Whether some process holds this lock file locked; False when there is none. Blocking.
+
+    Raises:
+        OSError: the file cannot be opened or asked.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
     """What a process used so far."""

@@ -9,7 +9,6 @@ Which machines are wanted is the orchestrator's knowledge; this file must not gu
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 from collections.abc import Collection
@@ -20,7 +19,7 @@ import structlog
 
 from agentenv.errors import VmmError
 from agentenv.vmm.base import MachineRecord
-from agentenv.vmm.process import LOCK_NAME, ProcessHandle, read_start_time
+from agentenv.vmm.process import LOCK_NAME, ProcessHandle, is_locked, read_start_time
 
 log = structlog.get_logger(__name__)
 
@@ -80,20 +79,6 @@ def _lock_holders(sandboxes_dir: Path) -> dict[Path, list[int]]:
     return holders
 
 
-def _locked(directory: Path) -> bool:
-    try:
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def _scan(sandboxes_dir: Path, owned: frozenset[Path]) -> list[MachineRecord]:
     if not sandboxes_dir.is_dir():
         return []
@@ -112,7 +97,7 @@ def _scan(sandboxes_dir: Path, owned: frozenset[Path]) -> list[MachineRecord]:
             if start_time is not None:
                 found = True
                 records.append(MachineRecord(vmm, version, pid, start_time, str(directory), memory_file))
-        if not found and _locked(directory):
+        if not found and is_locked(directory / LOCK_NAME):
             raise VmmError(f"a process that this user cannot see runs in {directory}; start the server as its owner")
         if not found and intent is not None:
             records.append(intent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -179,3 +180,13 @@ def tar(payload: bytes) -> bytes:
         block[at : at + len(text)] = text
     block[148:156] = b"%06o\0 " % sum(block)
     return bytes(block) + payload + bytes(-len(payload) % 512) + bytes(1024)
+
+
+def raw_image(path: Path, pieces: dict[int, bytes], size: int = MIB) -> Path:
+    """Write a sparse image of `size` bytes that holds the pieces at their offsets."""
+    with path.open("wb") as file:
+        file.truncate(size)
+        for offset, data in pieces.items():
+            file.seek(offset)
+            file.write(data)
+    return path

@@ -28,6 +28,7 @@ from layer_bytes import (
     ZEROED,
     committed,
     endless,
+    raw_image,
     tar,
     zfile,
 )
@@ -95,15 +96,6 @@ def process(directory: Path, *arguments: object) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-
-
-def raw_image(path: Path, pieces: dict[int, bytes], size: int = MIB) -> Path:
-    with path.open("wb") as file:
-        file.truncate(size)
-        for offset, data in pieces.items():
-            file.seek(offset)
-            file.write(data)
-    return path
 
 
 def sha256(path: Path) -> str:

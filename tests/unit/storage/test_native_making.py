@@ -28,6 +28,7 @@ from layer_bytes import (
     ZEROED_SHA256,
     Record,
     committed,
+    raw_image,
     upper,
 )
 
@@ -42,17 +43,8 @@ def digest_of(path: Path) -> str:
     return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
-def raw(path: Path, pieces: dict[int, bytes], size: int = MIB) -> Path:
-    with path.open("wb") as file:
-        file.truncate(size)
-        for offset, data in pieces.items():
-            file.seek(offset)
-            file.write(data)
-    return path
-
-
 def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
-    segment = raw(tmp_path / "segment.raw", {65536: b"\xa5" * 4096})
+    segment = raw_image(tmp_path / "segment.raw", {65536: b"\xa5" * 4096})
     made = _native.create_from_raw(segment, tmp_path / "segment", uuid=NIL)
     assert made == {
         "digest": f"sha256:{SEGMENT_SHA256}",
@@ -67,7 +59,7 @@ def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
     assert (tmp_path / "segment").read_bytes() == SEGMENT
     made = _native.create_from_raw(segment, tmp_path / "named", uuid=ONES.upper(), parent_uuid=LETTERS)
     assert made["digest"] == f"sha256:{SEGMENT_WITH_UUIDS_SHA256}" == digest_of(tmp_path / "named")
-    made = _native.create_from_raw(raw(tmp_path / "empty.raw", {}), tmp_path / "empty", uuid=NIL)
+    made = _native.create_from_raw(raw_image(tmp_path / "empty.raw", {}), tmp_path / "empty", uuid=NIL)
     assert made["digest"] == f"sha256:{EMPTY_SHA256}" == digest_of(tmp_path / "empty")
 
 
@@ -131,7 +123,7 @@ def test_layers_sealed_in_place_are_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_reads_the_same(tmp_path: Path, form: dict[str, object]) -> None:
     pieces = {0: os.urandom(20000), 300_000: b"text " * 4000, MIB - 4096: os.urandom(4096)}
-    source = raw(tmp_path / "raw", pieces)
+    source = raw_image(tmp_path / "raw", pieces)
     made = _native.create_from_raw(source, tmp_path / "layer", **form)  # type: ignore[arg-type]
     facts = _native.inspect(tmp_path / "layer")
     wrapper = ["tar"] if form["tar"] else []
@@ -154,7 +146,7 @@ def test_every_form_reads_the_same(tmp_path: Path, form: dict[str, object]) -> N
 def test_an_archive_is_one_for_tar(tmp_path: Path) -> None:
     import tarfile
 
-    source = raw(tmp_path / "raw", {0: b"x" * 4096})
+    source = raw_image(tmp_path / "raw", {0: b"x" * 4096})
     _native.create_from_raw(source, tmp_path / "plain", uuid=ONES)
     _native.create_from_raw(source, tmp_path / "archive", uuid=ONES, tar=True)
     with tarfile.open(tmp_path / "archive") as archive:
@@ -219,7 +211,7 @@ def test_a_merged_run_of_layers_reads_like_the_layers(
 
 
 def test_an_output_that_exists_stays(tmp_path: Path) -> None:
-    source = raw(tmp_path / "raw", {0: b"x" * 4096})
+    source = raw_image(tmp_path / "raw", {0: b"x" * 4096})
     out = tmp_path / "out"
     out.write_text("precious")
     for replace in (False, True):
@@ -251,7 +243,7 @@ def test_an_input_may_be_replaced(tmp_path: Path) -> None:
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     damaged.write_bytes(SEGMENT[:-1])
-    source = raw(tmp_path / "raw", {})
+    source = raw_image(tmp_path / "raw", {})
     out = tmp_path / "out"
     with pytest.raises(_native.LayerError, match="damaged") as raised:
         _native.merge([damaged], out)
@@ -272,7 +264,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_modes_follow_the_umask(tmp_path: Path) -> None:
-    source = raw(tmp_path / "raw", {})
+    source = raw_image(tmp_path / "raw", {})
     before = os.umask(0o027)
     try:
         _native.create_from_raw(source, tmp_path / "layer")
