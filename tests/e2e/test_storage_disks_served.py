@@ -50,6 +50,12 @@ class Node:
         directory.mkdir(parents=True)
         await self.disks.create(disk_id, layers or (self.base.digest,), SIZE, directory)
 
+    async def daemon_pid(self) -> int:
+        """Of the daemon that runs, or of the next one when the last was killed just now."""
+        await self.daemon.client.list()
+        assert self.daemon.pid is not None
+        return self.daemon.pid
+
     async def read(self, disk_id: str) -> bytes:
         """All of a disk."""
         return await asyncio.to_thread(read_all, self.socket(disk_id))
@@ -220,8 +226,7 @@ async def test_a_daemon_that_is_killed_while_a_guest_writes(node: Node) -> None:
     dice = random.Random(3)
     client = await asyncio.to_thread(NbdClient, node.socket("one"))
     for turn in range(4):
-        pid = node.daemon.pid
-        assert pid is not None
+        pid = await node.daemon_pid()
         writing = asyncio.create_task(asyncio.to_thread(write_at_random, client, model, dice, 300))
         await asyncio.sleep(dice.random() * 0.3)  # any moment
         os.kill(pid, signal.SIGKILL)
@@ -243,8 +248,7 @@ async def test_a_daemon_that_is_killed_at_any_moment_of_captures(node: Node) -> 
     client = await asyncio.to_thread(NbdClient, node.socket("one"))
     for _ in range(6):
         await asyncio.to_thread(write_at_random, client, model, dice, 50)
-        pid = node.daemon.pid
-        assert pid is not None
+        pid = await node.daemon_pid()
         capturing = asyncio.create_task(node.disks.capture("one"))
         await asyncio.sleep(dice.random() * 0.05)
         os.kill(pid, signal.SIGKILL)

@@ -182,6 +182,8 @@ async def test_waiting_processes_of_a_killed_server_are_found(lab: Lab) -> None:
         assert Path(found.memory_file).exists()
         warm = await pool.take(shape_of(lab.config("unused")), "one", lab.sandboxes / "one")
         assert warm is not None
+        # Nobody starts or ends processes while a server looks for those of the last one.
+        await pool.settled()
         # A server that was killed here has written down nothing of the machine.
         removed = await HostOrphans(lab.sandboxes, lab.memory_dir).reap([])
         assert [line for line in removed if str(found.pid) in line and "sandboxes/one" in line]

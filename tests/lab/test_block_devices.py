@@ -160,13 +160,12 @@ def test_ten_restacks_under_load(lab: Lab, blockd: Blockd, kind: str) -> None:
     blockd.open_upper("disk", size_mib=16)
     export = blockd.export("disk", kind)
     load = Load(lab, export, blockd.directory)
-    wait_for_writes(blockd, "disk", 1)
-    layers = [
-        blockd.call("restack", device="disk", layer=f"{blockd.directory}/layer-{number}")["layer"]
-        for number in range(10)
-    ]
+    layers = []
+    for number in range(10):
+        wait_for_writes(blockd, "disk", 1)
+        layers.append(blockd.call("restack", device="disk", layer=f"{blockd.directory}/layer-{number}")["layer"])
     load.finish()
-    assert sum(layer["data_bytes"] > 0 for layer in layers) >= 5
+    assert all(layer["data_bytes"] > 0 for layer in layers)
     assert blockd.stats("disk")["depth"] == 11
     # What was written is in the layers now, and reads the same through a daemon that only knows the files.
     digest = lab.shell('dd if="$1" bs=1M count=2 iflag=direct status=none | sha256sum', export.path)

@@ -91,17 +91,25 @@ def _scan(sandboxes_dir: Path, owned: frozenset[Path]) -> list[MachineRecord]:
         intent = _read_intent(directory)
         memory_file = intent.memory_file if intent is not None else None
         vmm, version = (intent.vmm, intent.version) if intent is not None else ("unknown", "unknown")
-        found = False
-        for pid in holders.get(directory, []):
-            start_time = read_start_time(pid)
-            if start_time is not None:
-                found = True
-                records.append(MachineRecord(vmm, version, pid, start_time, str(directory), memory_file))
-        if not found and is_locked(directory / LOCK_NAME):
-            raise VmmError(f"a process that this user cannot see runs in {directory}; start the server as its owner")
-        if not found and intent is not None:
+        processes = _started(holders.get(directory, []))
+        if not processes and is_locked(directory / LOCK_NAME):
+            # It may be newer than the look at all processes.
+            processes = _started(_lock_holders(sandboxes_dir).get(directory, []))
+            if not processes and is_locked(directory / LOCK_NAME):
+                raise VmmError(
+                    f"a process that this user cannot see runs in {directory}; start the server as its owner"
+                )
+        records += [
+            MachineRecord(vmm, version, pid, start_time, str(directory), memory_file) for pid, start_time in processes
+        ]
+        if not processes and intent is not None:
             records.append(intent)
     return records
+
+
+def _started(pids: list[int]) -> list[tuple[int, int]]:
+    """Those that still run, with their start times."""
+    return [(pid, start_time) for pid in pids if (start_time := read_start_time(pid)) is not None]
 
 
 async def find_orphans(sandboxes_dir: Path, owned: Collection[Path] = ()) -> list[MachineRecord]:
