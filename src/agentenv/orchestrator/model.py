@@ -13,6 +13,8 @@ class SandboxState(StrEnum):
 
     STARTING = "starting"
     RUNNING = "running"
+    CAPTURING = "capturing"
+    """It runs, but for the moment in which it is captured for a snapshot or a fork."""
     PAUSING = "pausing"
     PAUSED = "paused"
     RESUMING = "resuming"
@@ -99,7 +101,12 @@ class Sandbox:
     agent_unresponsive_at_pause: bool = False
     """Whether it is paused with an agent that did not answer: its memory holds that agent."""
     snapshot_id: str | None = None
-    """The hidden snapshot that it is paused in, or was resumed from last."""
+    """The snapshot, hidden or not, that it is paused in, or that its memory is most like: what it was started or resumed
+    from last, or what was taken of it since."""
+    checkpoint_id: str | None = None
+    """The named snapshot that it was started from, was rolled back to, or that was taken of it, whichever was last."""
+    rolling_back: bool = False
+    """Whether it is on its way to `snapshot_id`: then the next server goes on with that."""
     pausing_into: str | None = None
     """The hidden snapshot that a pause is making."""
 
@@ -107,6 +114,72 @@ class Sandbox:
     def session_began(self) -> datetime:
         """From when the longest session counts."""
         return self.resumed_at or self.started_at
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo:
+    """A named snapshot, as callers see it."""
+
+    id: str
+    """Of this one snapshot, for ever; also its build id. A UUID."""
+    reference: str
+    """What the API calls `snapshotID`: `alias:tag`, or `<template id>:default` when it has no name; `<template id>:<id>`
+    when a later one took its name."""
+    names: tuple[str, ...]
+    """`alias:tag`, while they are its own."""
+    template_id: str
+    """Of the template that it is a build of."""
+    sandbox_id: str
+    """Where it was taken."""
+    parent_id: str | None
+    """`id` of the snapshot that the sandbox went on from; it may be gone."""
+    created_at: datetime
+    kind: PauseMode
+    vcpus: int
+    memory_mib: int
+    disk_mib: int
+    agent_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotNode:
+    """A place in the tree of snapshots. `snapshot` is None where one was deleted, or cannot be read."""
+
+    id: str
+    snapshot: SnapshotInfo | None
+    exclusive_bytes: int
+    """What deleting it would give back."""
+    shared_bytes: int
+    children: tuple[SnapshotNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceReport:
+    """What takes up the disk of this node. Bytes."""
+
+    layers_bytes: int
+    """All stored layers, each once; the sums below share them."""
+    garbage_bytes: int
+    """Of them, what nobody uses: `aenv gc` removes it."""
+    templates_bytes: int
+    snapshots_bytes: int
+    """Of named snapshots, their own files included."""
+    paused_bytes: int
+    """Of what paused sandboxes are kept in."""
+    disks_bytes: int
+    """Uppers: what running sandboxes wrote since they started or were last captured."""
+    budget_bytes: int | None
+    """Of snapshots; None: no limit."""
+    free_bytes: int
+    """Of the file system that holds the home."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedSpace:
+    """What `aenv gc` removed."""
+
+    layers: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)

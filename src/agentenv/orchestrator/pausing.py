@@ -244,7 +244,8 @@ class Pauser:
                     snapshot_id=snapshot_id,
                     sandbox_id=sandbox.id,
                     template_id=sandbox.template_id,
-                    parent_id=sandbox.snapshot_id,
+                    parent_id=sandbox.checkpoint_id,
+                    memory_parent_id=sandbox.snapshot_id,
                     machine=MachineShape(sandbox.vcpus, sandbox.memory_mib, sandbox.disk_mib * MIB),
                     agent_version=sandbox.envd_version,
                     agent_responsive=responsive,
@@ -393,7 +394,7 @@ def _check_still(live: LiveSandbox, state: SandboxState) -> None:
 
 
 def _plan(sandbox: Sandbox, machine: LoadableMachine) -> LaunchPlan:
-    shape = machine.manifest.machine
+    shape = machine.shape
     return LaunchPlan(
         layers=machine.disk_layers,
         disk_bytes=shape.disk_bytes,

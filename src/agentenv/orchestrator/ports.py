@@ -15,7 +15,7 @@ from typing import Protocol
 
 from agentenv.guest.base import AgentInfo, AgentMetrics, GuestIdentity
 from agentenv.network.base import EgressPolicy, Slot
-from agentenv.snapshots.machines import Capture, LoadableMachine
+from agentenv.snapshots.machines import Capture, CapturedMachine, LoadableMachine
 from agentenv.snapshots.manifest import SnapshotManifest
 from agentenv.storage.disks import DiskEvent
 from agentenv.storage.layers import StoredLayer
@@ -84,6 +84,9 @@ class SavedMachines(Protocol):
     async def save(self, capture: Capture) -> SnapshotManifest:
         """Save a stopped machine and its disk. The snapshot exists, durably, when this returns; else nothing of it."""
 
+    def capture(self, capture: Capture) -> AbstractAsyncContextManager[CapturedMachine]:
+        """Hold a stopped machine, which may run on once the context is entered; without a commit nothing is left of it."""
+
     async def get(self, snapshot_id: str) -> SnapshotManifest:
         """Find one.
 
@@ -139,6 +142,10 @@ class Template(Protocol):
 
     @property
     def env(self) -> Mapping[str, str]: ...
+
+    @property
+    def snapshot_id(self) -> str | None:
+        """The snapshot that sandboxes of it go on from; None: they boot."""
 
 
 class TemplateStore(Protocol):

@@ -23,6 +23,12 @@ class Event(StrEnum):
     """Somebody, the timer, or the end of the VM process asks for the end."""
     RELEASED = "released"
     """Nothing of it is left on the host."""
+    CAPTURE = "capture"
+    """The VM stops for a moment, for a snapshot or a fork."""
+    CAPTURE_ENDED = "capture ended"
+    """It runs on, whether the capture is good or not."""
+    ROLL_BACK = "roll back"
+    """It is going to be started again from a snapshot of its own."""
     PAUSE = "pause"
     CAPTURED = "captured"
     """The pause is durable."""
@@ -41,6 +47,10 @@ TRANSITIONS: Mapping[tuple[SandboxState, Event], SandboxState | None] = MappingP
         (_S.STARTING, Event.KILL): _S.KILLING,
         (_S.RUNNING, Event.KILL): _S.KILLING,
         (_S.RUNNING, Event.PAUSE): _S.PAUSING,
+        (_S.RUNNING, Event.CAPTURE): _S.CAPTURING,
+        (_S.RUNNING, Event.ROLL_BACK): _S.RESUMING,
+        (_S.CAPTURING, Event.CAPTURE_ENDED): _S.RUNNING,
+        (_S.CAPTURING, Event.KILL): _S.KILLING,
         (_S.PAUSING, Event.CAPTURED): _S.PAUSED,
         (_S.PAUSING, Event.PAUSE_FAILED): _S.RUNNING,
         (_S.PAUSING, Event.KILL): _S.KILLING,
@@ -53,7 +63,7 @@ TRANSITIONS: Mapping[tuple[SandboxState, Event], SandboxState | None] = MappingP
     }
 )
 
-VISIBLE = frozenset({_S.RUNNING, _S.PAUSING, _S.PAUSED, _S.RESUMING})
+VISIBLE = frozenset({_S.RUNNING, _S.CAPTURING, _S.PAUSING, _S.PAUSED, _S.RESUMING})
 """States in which a caller may know of the sandbox."""
 
 

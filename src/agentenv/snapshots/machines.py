@@ -73,7 +73,9 @@ class Capture:
     """Also the id of its disk."""
     template_id: str
     parent_id: str | None
-    """The snapshot whose memory is likely to be much like this one's."""
+    """The named snapshot that the sandbox went on from last, for the family tree."""
+    memory_parent_id: str | None
+    """The snapshot, hidden or not, whose memory is likely to be much like this one's."""
     machine: MachineShape
     agent_version: str
     agent_responsive: bool
@@ -83,21 +85,74 @@ class Capture:
     metadata: Mapping[str, str]
     memory: SavedMemory | None
     """None: the disk alone is saved."""
+    names: tuple[str, ...] = ()
+    """`alias:tag`, of named snapshots."""
+    own_template_id: str | None = None
+    """The template that it is a build of; None for hidden ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadableMachine:
     """What a machine is started from. Valid as long as the context that gave it."""
 
-    manifest: SnapshotManifest
+    shape: MachineShape
     disk_layers: tuple[str, ...]
     """Digests, bottom first."""
     memory_layers: tuple[Path, ...] = ()
-    """Bottom first; empty when it boots."""
+    """Bottom first; empty when it boots, or when there is an image."""
+    memory_image: Path | None = None
+    """The memory itself, as a file that nobody may change: of a machine that was captured just now."""
     state: Path | None = None
     """None when it boots."""
     kernel: Path | None = None
     initramfs: Path | None = None
+    agent_token: str | None = field(default=None, repr=False)
+    """What the saved agent lets callers in with; None when it boots."""
+
+
+class CapturedMachine:
+    """A machine of which all is held: its disk is sealed, its state taken. Made by `SavedMachines.capture`.
+
+    The machine may run on as soon as this is there, unless its own memory file is the image that was captured.
+    """
+
+    def __init__(
+        self,
+        saved: SavedMachines,
+        draft: AsyncDraft,
+        capture: Capture,
+        disk: tuple[LayerReference, ...],
+        state: StateFile | None,
+    ) -> None:
+        self._saved = saved
+        self._draft = draft
+        self._capture = capture
+        self._disk = disk
+        self._state = state
+
+    @property
+    def loadable(self) -> LoadableMachine:
+        """What copies of it are started from, here and now."""
+        capture = self._capture
+        disk = tuple(layer.digest for layer in self._disk)
+        if capture.memory is None or self._state is None:
+            return LoadableMachine(capture.machine, disk)
+        return LoadableMachine(
+            capture.machine,
+            disk,
+            memory_image=capture.memory.image,
+            state=self._draft.directory / self._state.name,
+            agent_token=capture.memory.agent_token,
+        )
+
+    async def commit(self) -> SnapshotManifest:
+        """Make it a snapshot, durably: from here on it outlives the context.
+
+        Raises:
+            InsufficientStorageError: a disk is full, or the budget of snapshots is.
+            AgentEnvError: of the step that failed.
+        """
+        return await self._saved._commit(self._draft, self._capture, self._disk, self._state)
 
 
 def hidden_id(sandbox_id: str) -> str:
@@ -146,39 +201,57 @@ class SavedMachines:
             InsufficientStorageError: a disk is full, or the budget of snapshots is.
             AgentEnvError: of the step that failed.
         """
+        async with self.capture(capture) as captured:
+            return await captured.commit()
+
+    @asynccontextmanager
+    async def capture(self, capture: Capture) -> AsyncIterator[CapturedMachine]:
+        """Seal the disk of a stopped machine and take its state. Without a commit nothing of it is left at the end.
+
+        Raises:
+            InsufficientStorageError: a disk is full, or the budget of snapshots is.
+            AgentEnvError: of the step that failed.
+        """
         async with self._snapshots.draft(capture.snapshot_id) as draft:
-            # First what takes a moment while the guest stands still, but must not be lost with a later failure.
             await self._disks.capture(capture.sandbox_id)
-            memory_layers: tuple[LayerReference, ...] = ()
-            state: StateFile | None = None
-            environment: Environment | None = None
-            if capture.memory is not None:
-                state = await draft.take_state(capture.memory.state)
-                memory_layers = await self._memory_layers(draft, capture.parent_id, capture.memory.image)
-                environment = await asyncio.to_thread(self._environment)
-            disk_layers = await self._disk_layers(draft, capture.sandbox_id, memory_layers)
-            manifest = SnapshotManifest(
-                snapshot_id=capture.snapshot_id,
-                created_at=datetime.now(UTC),
-                kind=SnapshotKind.FULL if capture.memory is not None else SnapshotKind.FILESYSTEM,
-                architecture=platform.machine(),
-                sandbox_id=capture.sandbox_id,
-                template_id=capture.template_id,
-                machine=capture.machine,
-                agent_version=capture.agent_version,
-                disk_layers=disk_layers,
-                default_user=capture.default_user,
-                parent_id=capture.parent_id,
-                default_workdir=capture.default_workdir,
-                env=capture.env,
-                metadata=capture.metadata,
-                environment=environment,
-                memory_layers=memory_layers,
-                state=state,
-                agent_responsive=capture.agent_responsive,
-                agent_token=capture.memory.agent_token if capture.memory is not None else None,
+            state = None if capture.memory is None else await draft.take_state(capture.memory.state)
+            disk_layers = await self._disk_layers(draft, capture.sandbox_id)
+            yield CapturedMachine(self, draft, capture, disk_layers, state)
+
+    async def _commit(
+        self, draft: AsyncDraft, capture: Capture, disk_layers: tuple[LayerReference, ...], state: StateFile | None
+    ) -> SnapshotManifest:
+        memory_layers: tuple[LayerReference, ...] = ()
+        environment: Environment | None = None
+        if capture.memory is not None:
+            memory_layers = await self._memory_layers(
+                draft, capture.memory_parent_id, capture.memory.image, disk_layers
             )
-            await draft.commit(manifest)
+            environment = await asyncio.to_thread(self._environment)
+        manifest = SnapshotManifest(
+            snapshot_id=capture.snapshot_id,
+            created_at=datetime.now(UTC),
+            kind=SnapshotKind.FULL if capture.memory is not None else SnapshotKind.FILESYSTEM,
+            architecture=platform.machine(),
+            sandbox_id=capture.sandbox_id,
+            template_id=capture.template_id,
+            machine=capture.machine,
+            agent_version=capture.agent_version,
+            disk_layers=disk_layers,
+            default_user=capture.default_user,
+            parent_id=capture.parent_id,
+            names=capture.names,
+            own_template_id=capture.own_template_id,
+            default_workdir=capture.default_workdir,
+            env=capture.env,
+            metadata=capture.metadata,
+            environment=environment,
+            memory_layers=memory_layers,
+            state=state,
+            agent_responsive=capture.agent_responsive,
+            agent_token=capture.memory.agent_token if capture.memory is not None else None,
+        )
+        await draft.commit(manifest)
         return manifest
 
     async def get(self, snapshot_id: str) -> SnapshotManifest:
@@ -225,7 +298,7 @@ class SavedMachines:
             manifest = lease.manifest
             disk_layers = tuple(layer.digest for layer in lease.disk_layers)
             if not memory or manifest.kind is not SnapshotKind.FULL:
-                yield LoadableMachine(manifest, disk_layers)
+                yield LoadableMachine(manifest.machine, disk_layers)
                 return
             environment = manifest.environment
             assert environment is not None  # noqa: S101 - the manifest's own rule
@@ -249,15 +322,18 @@ class SavedMachines:
                     "boots from the saved disk"
                 )
             yield LoadableMachine(
-                manifest,
+                manifest.machine,
                 disk_layers,
                 memory_layers=tuple(layer.path for layer in lease.memory_layers),
                 state=lease.state,
                 kernel=kernels[environment.kernel_digest],
                 initramfs=initramfs[environment.initramfs_digest],
+                agent_token=manifest.agent_token,
             )
 
-    async def _memory_layers(self, draft: AsyncDraft, parent_id: str | None, image: Path) -> tuple[LayerReference, ...]:
+    async def _memory_layers(
+        self, draft: AsyncDraft, parent_id: str | None, image: Path, disk_layers: tuple[LayerReference, ...]
+    ) -> tuple[LayerReference, ...]:
         out = draft.directory / "memory"
         async with AsyncExitStack() as stack:
             parents = await self._parent_memory(stack, parent_id)
@@ -271,7 +347,11 @@ class SavedMachines:
                 await pack_memory(image, (), out)
             packed = await finish_in_thread(lambda: self._layers.link_file(out, owner=draft.owner), lambda _: None)
             await asyncio.to_thread(out.unlink)
-            return tuple(_reference(layer) for layer in (*parents, packed))
+            memory_layers = tuple(_reference(layer) for layer in (*parents, packed))
+            # While the parent is kept: it may be deleted as soon as it is not.
+            digests = dict.fromkeys(layer.digest for layer in (*memory_layers, *disk_layers))
+            await asyncio.to_thread(self._layers.set_references, draft.owner, tuple(digests), durable=False)
+            return memory_layers
 
     async def _parent_memory(self, stack: AsyncExitStack, parent_id: str | None) -> tuple[StoredLayer, ...]:
         """The layers that a new one goes upon, kept by `stack`; empty when the new one has to be whole."""
@@ -284,15 +364,13 @@ class SavedMachines:
             return ()
         return () if len(parent.memory_layers) >= MOST_MEMORY_LAYERS else parent.memory_layers
 
-    async def _disk_layers(
-        self, draft: AsyncDraft, disk_id: str, memory_layers: tuple[LayerReference, ...]
-    ) -> tuple[LayerReference, ...]:
+    async def _disk_layers(self, draft: AsyncDraft, disk_id: str) -> tuple[LayerReference, ...]:
         """The layers of the disk, referenced by the draft: a merge in the background may replace some at any time."""
         for _ in range(_TRIES):
             chain = await self._disks.chain(disk_id)
-            digests = dict.fromkeys([*(layer.digest for layer in memory_layers), *(layer.digest for layer in chain)])
+            digests = tuple(layer.digest for layer in chain)
             try:
-                await asyncio.to_thread(self._layers.set_references, draft.owner, tuple(digests), durable=False)
+                await asyncio.to_thread(self._layers.set_references, draft.owner, digests, durable=False)
             except LayerError as error:
                 log.info("disk_chain_changed", disk=disk_id, error=error.message)
                 continue

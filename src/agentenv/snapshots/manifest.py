@@ -108,6 +108,9 @@ class SnapshotManifest:
     parent_id: str | None = None
     """The snapshot that the sandbox went on from, for people; it may be gone."""
     names: tuple[str, ...] = ()
+    """`alias:tag`; of several snapshots with the same one, the latest has it."""
+    own_template_id: str | None = None
+    """The template that this is a build of; None for the hidden ones that pauses make."""
     default_workdir: str | None = None
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     metadata: Mapping[str, str] = field(default_factory=dict)

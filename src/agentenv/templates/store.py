@@ -51,6 +51,8 @@ class Template:
     env: Mapping[str, str] = field(default_factory=dict)
     source: str | None = None
     """Digest of the recipe that it was made by; None when no recipe made it."""
+    snapshot_id: str | None = None
+    """The snapshot that sandboxes of it go on from; None: they boot."""
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 

@@ -428,9 +428,9 @@ class FakeSaved:
         self._world.leased.append(snapshot_id)
         try:
             if memory and manifest.kind is SnapshotKind.FULL:
-                yield LoadableMachine(manifest, (snapshot_id,), (Path(snapshot_id),), Path(snapshot_id) / "state")
+                yield LoadableMachine(manifest.machine, (snapshot_id,), (Path(snapshot_id),), Path(snapshot_id) / "state")
             else:
-                yield LoadableMachine(manifest, (snapshot_id,))
+                yield LoadableMachine(manifest.machine, (snapshot_id,))
         finally:
             self._world.leased.remove(snapshot_id)
 
