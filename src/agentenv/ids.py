@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import re
 import secrets
@@ -42,6 +43,21 @@ def parse_sandbox_id(text: str) -> str:
     if legacy:
         return legacy.group(1)
     raise InvalidRequestError("Invalid sandbox ID")
+
+
+def new_template_id() -> str:
+    """Make a template id: `t` and 19 characters of [a-z0-9]."""
+    return "t" + "".join(secrets.choice(_ID_ALPHABET) for _ in range(19))
+
+
+def template_id_for(alias: str) -> str:
+    """The template id that goes with an alias: always the same one, so that whoever names a template need not ask."""
+    number = int.from_bytes(hashlib.sha256(alias.encode()).digest())
+    digits = []
+    for _ in range(19):
+        number, digit = divmod(number, len(_ID_ALPHABET))
+        digits.append(_ID_ALPHABET[digit])
+    return "t" + "".join(digits)
 
 
 def new_api_key() -> str:

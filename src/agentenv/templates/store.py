@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -107,38 +107,61 @@ def template_from(content: Mapping[str, Any], defaults: SandboxSettings) -> Temp
     )
 
 
+class SnapshotTemplates(Protocol):
+    """Snapshots that are templates. `templates.snapshots.SnapshotCatalog` is the real one."""
+
+    async def resolve(self, reference: str) -> Template:
+        """Find one, or raise `TemplateNotFoundError`."""
+
+    async def templates(self) -> tuple[Template, ...]:
+        """One for each template id, by id."""
+
+
 class TemplateStore:
-    """Templates below `$AENV_HOME/templates`. Safe to use while another process registers one.
+    """Templates below `$AENV_HOME/templates`, and snapshots. Safe to use while another process registers one.
 
     Args:
         paths, settings: of the node.
         layers: where the templates' layers are.
+        snapshots: those that are templates, too; None: none are.
     """
 
-    def __init__(self, paths: HomePaths, settings: Settings, layers: LayerStore) -> None:
+    def __init__(
+        self, paths: HomePaths, settings: Settings, layers: LayerStore, snapshots: SnapshotTemplates | None = None
+    ) -> None:
         self._directory = paths.templates
         self._settings = settings
         self._layers = layers
+        self._snapshots = snapshots
 
     async def resolve(self, reference: str) -> Template:
         """Find a template by id or `[namespace/]alias[:tag]`.
 
-        A node without teams has one namespace, so any is accepted; it has no tags but `default`.
+        A node without teams has one namespace, so any is accepted. Only snapshots have tags but `default`, and builds.
 
         Raises:
             InvalidRequestError: the reference is malformed.
             TemplateNotFoundError: nothing has that name or tag.
+            SnapshotError: it is the id of a snapshot that is damaged.
         """
         wanted = parse_reference(reference)
         if wanted.tag is None:
-            for template in await self.list():
+            for template in await asyncio.to_thread(self._list):
                 if wanted.name == template.template_id or wanted.name in template.names:
                     return template
+        if self._snapshots is not None:
+            return await self._snapshots.resolve(reference)
         raise TemplateNotFoundError(reference.strip()[:200])
 
     async def list(self) -> tuple[Template, ...]:
-        """All usable templates, by id. Unreadable ones are logged and left out."""
-        return await asyncio.to_thread(self._list)
+        """All usable templates, by id, snapshots after the others. Unreadable ones are logged and left out."""
+        own = await asyncio.to_thread(self._list)
+        return own if self._snapshots is None else (*own, *await self._snapshots.templates())
+
+    async def taken(self) -> frozenset[str]:
+        """Ids and names of the templates that are no snapshots: no snapshot may be called so."""
+        own = await asyncio.to_thread(self._list)
+        return frozenset(name for template in own for name in (template.template_id, *template.names))
 
     def find(self, template_id: str) -> Template | None:
         """The template of exactly this id, read at once (blocking)."""
