@@ -14,6 +14,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,18 @@ class RunningServer:
     """One server process on one home. Use as a context manager; `kill`, `terminate` and `start` may alternate."""
 
     def __init__(
-        self, home: Path | None = None, *, config: str = "", environment: dict[str, str] | None = None
+        self,
+        home: Path | None = None,
+        *,
+        config: str = "",
+        environment: dict[str, str] | None = None,
+        program: Sequence[str] = (str(AENV),),
     ) -> None:
         self.home = home or new_home(config)
         self.url = ""
         self.log = self.home / "server.log"
         self._environment = environment or {}
+        self._program = program
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> RunningServer:
@@ -99,7 +106,7 @@ class RunningServer:
         listen = self.url.removeprefix("http://") or "127.0.0.1:0"
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [str(AENV), "serve", "--listen", listen],
+                [*self._program, "serve", "--listen", listen],
                 env=self.environment,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -1,0 +1,105 @@
+"""`aenv` as a program that notes each step of its operations in a file, and ends by SIGKILL at one that a test names.
+
+Steps are what the orchestrator writes to the journal, and what it tells the VMM, the disks and the snapshots to do.
+Each counts when it begins, so that the one before it is done and its own effect is not there. Two files in the home:
+`steps` gets a line per step, `die-at` holds how many may still begin. Run by `RunningServer(program=FRAGILE)`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FRAGILE = (sys.executable, __file__)
+_HOME = Path(os.environ.get("AENV_HOME", "/nowhere"))
+_STEPS, _DIE_AT = _HOME / "steps", _HOME / "die-at"
+
+
+class Steps:
+    """What a test knows of a fragile server, and tells it."""
+
+    def __init__(self, home: Path) -> None:
+        self._steps, self._die_at = home / "steps", home / "die-at"
+
+    def clear(self) -> None:
+        self._steps.write_text("")
+
+    def read(self) -> list[str]:
+        """All steps since `clear`: `<kind>.<call> <machine or empty>`."""
+        return self._steps.read_text().splitlines()
+
+    def die_at(self, number: int) -> None:
+        """Let the server die at the step of this number from now on, 0 the first."""
+        self._die_at.write_text(str(number))
+
+    def spare(self) -> bool:
+        """Let it live. Returns whether it was still to die."""
+        armed = self._die_at.exists()
+        self._die_at.unlink(missing_ok=True)
+        return armed
+
+
+def _begin(step: str) -> None:
+    with _STEPS.open("a") as file:
+        file.write(step + "\n")
+    try:
+        left = int(_DIE_AT.read_text())
+    except (FileNotFoundError, ValueError):
+        return
+    if left > 0:
+        _DIE_AT.write_text(str(left - 1))
+        return
+    _DIE_AT.unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        record = getattr(self, "record", None)
+        _begin(f"{kind}.{function.__name__} {Path(record.directory).name if record is not None else ''}".strip())
+        return await function(self, *arguments, **options)
+
+    return call
+
+
+def _note_steps() -> None:
+    from agentenv.orchestrator.journal import Journal
+    from agentenv.snapshots.service import AsyncDraft, SnapshotService
+    from agentenv.storage.disks import DiskStore
+    from agentenv.vmm.qemu import QemuVmm
+    from agentenv.vmm.qemu_machine import QemuMachine
+    from agentenv.vmm.qemu_waiting import WaitingQemu
+
+    reading = ("open", "close", "load", "find_key", "doubt_keys", "purge_keys", "set_end")
+    writing = [
+        name
+        for name, function in vars(Journal).items()
+        if inspect.iscoroutinefunction(function) and not name.startswith("_") and name not in reading
+    ]
+    for kind, owner, names in (
+        ("journal", Journal, writing),
+        ("machine", QemuMachine, ["pause", "save_state", "copy_memory", "resume", "kill"]),
+        ("vmm", QemuVmm, ["boot", "load"]),
+        ("waiting", WaitingQemu, ["load"]),
+        ("disks", DiskStore, ["capture", "create", "remove"]),
+        ("draft", AsyncDraft, ["take_state", "commit"]),
+        ("snapshots", SnapshotService, ["delete"]),
+    ):
+        for name in names:
+            setattr(owner, name, _noted(kind, getattr(owner, name)))
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this directory: its modules are the tests', not the program's
+    from agentenv.cli.entry import main
+
+    _note_steps()
+    sys.argv[0] = "aenv"
+    main()
