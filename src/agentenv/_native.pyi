@@ -206,6 +206,13 @@ def fill(stack: Sequence[_Path], image: _Path, *, cancellation: Cancellation | N
         How many bytes of data were written.
     """
 
+def fill_from_image(image: _Path, out: _Path, *, cancellation: Cancellation | None = None) -> int:
+    """As `fill`, with what is not zero of a memory image, which nobody writes to meanwhile.
+
+    Returns:
+        How many bytes of data were written.
+    """
+
 def copy_image(image: _Path, out: _Path, *, replace: bool = False, cancellation: Cancellation | None = None) -> int:
     """Copy what is not zero of a memory image, which nobody writes to meanwhile, to a sparse file (mode 0600).
 

@@ -261,6 +261,20 @@ fn fill(
 }
 
 #[pyfunction]
+#[pyo3(signature = (image, out, *, cancellation = None))]
+fn fill_from_image(
+    py: Python<'_>,
+    image: PathBuf,
+    out: PathBuf,
+    cancellation: Option<Bound<'_, Cancellation>>,
+) -> PyResult<u64> {
+    let until = cancellation.as_ref().map(Bound::get);
+    interruptible::run_until(py, until, |cancel| {
+        memory::fill_from_image(&image, &out, cancel)
+    })
+}
+
+#[pyfunction]
 #[pyo3(signature = (image, out, *, replace = false, cancellation = None))]
 fn copy_image(
     py: Python<'_>,
@@ -305,6 +319,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pack_memory, module)?)?;
     module.add_function(wrap_pyfunction!(unpack, module)?)?;
     module.add_function(wrap_pyfunction!(fill, module)?)?;
+    module.add_function(wrap_pyfunction!(fill_from_image, module)?)?;
     module.add_function(wrap_pyfunction!(copy_image, module)?)?;
     module.add_function(wrap_pyfunction!(compare, module)?)?;
     Ok(())

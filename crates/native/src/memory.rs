@@ -147,34 +147,51 @@ pub fn unpack(paths: &[PathBuf], out: &Path, replace: bool, cancel: &Arc<Cancel>
 /// See `fill` of the module.
 pub fn fill(paths: &[PathBuf], image: &Path, cancel: &Arc<Cancel>) -> Outcome<u64> {
     let stack = open::stack(paths, cancel)?;
-    let file = File::options().write(true).open(image).about(image)?;
-    let found = file.metadata().about(image)?;
-    if !found.is_file() || found.blocks() != 0 || found.len() != stack.virtual_size() {
-        return Err(Failure::invalid(format!(
-            "{} is no empty sparse file of {} bytes",
-            image.display(),
-            stack.virtual_size()
-        )));
-    }
+    let file = open_hole(image, stack.virtual_size())?;
     copy_stack(&stack, image, &file)
+}
+
+/// See `fill_from_image` of the module.
+pub fn fill_from_image(image: &Path, out: &Path, cancel: &Arc<Cancel>) -> Outcome<u64> {
+    let source = Source::open(image, cancel)?;
+    let file = open_hole(out, source.len().about(image)?)?;
+    copy_source(&source, image, out, &file)
 }
 
 /// See `copy_image` of the module.
 pub fn copy_image(image: &Path, out: &Path, replace: bool, cancel: &Arc<Cancel>) -> Outcome<u64> {
     let source = Source::open(image, cancel)?;
-    let size = source.len().about(image)?;
     let output = Output::create(out, sparse(replace), cancel)?;
-    WriteAt::set_len(output.file(), size).about(out)?;
-    let written = Copy {
+    WriteAt::set_len(output.file(), source.len().about(image)?).about(out)?;
+    let written = copy_source(&source, image, out, output.file())?;
+    output.publish()?;
+    Ok(written)
+}
+
+/// Open a file for writing that is all hole, and of this size.
+fn open_hole(path: &Path, size: u64) -> Outcome<File> {
+    let file = File::options().write(true).open(path).about(path)?;
+    let found = file.metadata().about(path)?;
+    if !found.is_file() || found.blocks() != 0 || found.len() != size {
+        return Err(Failure::invalid(format!(
+            "{} is no empty sparse file of {size} bytes",
+            path.display()
+        )));
+    }
+    Ok(file)
+}
+
+/// Write what is not zero in an image to a file that is all holes; returns how many bytes that were.
+fn copy_source(source: &Source, image: &Path, out: &Path, file: &File) -> Outcome<u64> {
+    let size = source.len().about(image)?;
+    Copy {
         read: |part: &mut [u8], at| source.read_exact_at(part, at).about(image),
         size,
         data: &source.file().data_extents(0..size).about(image)?,
         out,
-        file: output.file(),
+        file,
     }
-    .all()?;
-    output.publish()?;
-    Ok(written)
+    .all()
 }
 
 fn sparse(replace: bool) -> Options {

@@ -103,6 +103,27 @@ async def fill_memory(stack: Sequence[Path], image: Path) -> int:
     return await _stoppable(work, lambda: None)
 
 
+async def fill_memory_from_image(image: Path, out: Path) -> int:
+    """Write what is not zero of an image into a memory file that is there, as `fill_memory` does.
+
+    Args:
+        image: nobody may write to it meanwhile.
+        out: all hole, of the image's size, and possibly mapped.
+
+    Returns:
+        How many bytes of data were written.
+
+    Raises:
+        InsufficientStorageError: the file system of `out` is full.
+        StorageError: the image cannot be read, or `out` is missing, has data or another size.
+    """
+
+    def work(cancellation: _native.Cancellation) -> int:
+        return _native.fill_from_image(image, out, cancellation=cancellation)
+
+    return await _stoppable(work, lambda: None)
+
+
 async def copy_memory(image: Path, out: Path, *, replace: bool = False) -> int:
     """Copy what is not zero of an image to a sparse file (mode 0600).
 

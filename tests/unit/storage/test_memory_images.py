@@ -16,7 +16,15 @@ from layer_bytes import LETTERS, MIB, NIL, ONES, SECTOR, committed, endless, tar
 
 from agentenv import _native
 from agentenv.errors import InsufficientStorageError, LayerError, StorageError
-from agentenv.storage.memory import ByteRange, compare_memory, copy_memory, fill_memory, pack_memory, unpack_memory
+from agentenv.storage.memory import (
+    ByteRange,
+    compare_memory,
+    copy_memory,
+    fill_memory,
+    fill_memory_from_image,
+    pack_memory,
+    unpack_memory,
+)
 
 PAGE = 4096
 
@@ -367,3 +375,21 @@ async def test_a_copy_has_what_is_not_zero(tmp_path: Path) -> None:
     write_image(tmp_path / "empty", {}, size)
     assert await copy_memory(tmp_path / "empty", tmp_path / "other") == 0
     assert (tmp_path / "other").stat().st_size == size
+
+
+async def test_an_image_fills_a_file_that_is_mapped_already(tmp_path: Path) -> None:
+    size = 300 * PAGE
+    write_image(tmp_path / "image", {0: b"a" * PAGE, 7: bytes(PAGE), 130: b"b" * 5, 299: b"c" * PAGE}, size)
+    write_image(tmp_path / "memory", {}, size)
+    with (tmp_path / "memory").open("r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+        assert await fill_memory_from_image(tmp_path / "image", tmp_path / "memory") == 3 * PAGE
+        assert mapped[:] == (tmp_path / "image").read_bytes()
+    assert (tmp_path / "memory").stat().st_blocks * SECTOR <= 3 * PAGE + 64 * 1024
+    for path in (tmp_path / "memory", tmp_path / "none"):
+        with pytest.raises(StorageError):
+            await fill_memory_from_image(tmp_path / "image", path)
+    for pages in (299, 301):
+        write_image(tmp_path / f"{pages}", {}, pages * PAGE)
+        with pytest.raises(StorageError, match="no empty sparse file"):
+            await fill_memory_from_image(tmp_path / "image", tmp_path / f"{pages}")
+        assert (tmp_path / f"{pages}").stat().st_blocks == 0
