@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -34,19 +35,24 @@ from agentenv.orchestrator.ports import (
     Clock,
     DiskStore,
     GuestAssets,
+    GuestMemory,
     HostProbe,
     SavedMachines,
     SlotPool,
-    UnpackMemory,
 )
 from agentenv.orchestrator.tasks import first, in_thread, together
 from agentenv.snapshots.machines import LoadableMachine
-from agentenv.storage.memory import unpack_memory
-from agentenv.vmm.base import Disk, GuestNetwork, Machine, MachineConfig, NetworkInterface, Vmm
+from agentenv.storage.disk_stacks import SOCKET_NAME
+from agentenv.vmm.base import Disk, DiskFormat, GuestNetwork, Machine, MachineConfig, NetworkInterface, Vmm
 from agentenv.vmm.console import last_lines
+from agentenv.vmm.warm import MachineShape, WarmMachine, WarmMachines
 
 _log = structlog.get_logger(__name__)
+WarmPool = WarmMachines[Slot]
+"""VMM processes that wait for a machine, each in a slot of its own."""
 _BOOTS = 2
+_DISK = Disk(Path(SOCKET_NAME), DiskFormat.NBD)
+"""The disk of every machine that a waiting process can become."""
 _CRASH_LINES = 60
 """Lines of the console that are logged when a guest crashed: a kernel's whole complaint."""
 
@@ -65,6 +71,8 @@ class Holdings:
     machine: Machine | None = None
     snapshots: set[str] = field(default_factory=set)
     """Hidden snapshots that exist or may exist."""
+    waiting: WarmMachine[Slot] | None = None
+    """A process that is going to be its machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +107,12 @@ class Launcher:
         agents: AgentFactory,
         host: HostProbe,
         clock: Clock,
-        unpack: UnpackMemory = unpack_memory,
+        memory: GuestMemory,
+        warm: WarmPool | None = None,
     ) -> None:
         self._settings = settings
-        self._unpack = unpack
+        self._memory = memory
+        self._warm = warm
         self._journal = journal
         self._vmm = vmm
         self._slots = slots
@@ -119,20 +129,11 @@ class Launcher:
             AgentEnvError: of the step that failed.
             SandboxStartError: the VM ended, or its agent was not ready in time; with the guest's last words.
         """
-        disk: Disk | None = None
-
-        async def make_disk() -> None:
-            nonlocal disk
-            disk = await self._disks.create(holdings.sandbox_id, plan.layers, plan.disk_bytes, holdings.directory)
-
-        await in_thread(lambda: self._make_directory(holdings, again=plan.again))
         saved = plan.saved
         if saved is not None and saved.state is not None:
             return await self._load(plan, holdings, saved, saved.state)
-        await together(make_disk(), self._take_slot(plan, holdings))
-        assert disk is not None  # noqa: S101 - make_disk returned
-        slot = holdings.slot
-        assert slot is not None  # noqa: S101 - _take_slot returned
+        await in_thread(lambda: self._make_directory(holdings, again=plan.again))
+        disk, slot = await self._take_disk_and_slot(plan, holdings)
         for boots_left in reversed(range(_BOOTS)):
             outcome = await self._bring_up(plan, holdings, disk, slot)
             if isinstance(outcome, AgentInfo):
@@ -146,7 +147,7 @@ class Launcher:
             _log.warning("guest_ended_at_boot", sandbox=holdings.sandbox_id, error=outcome.message, console=console)
             await machine.kill()
             await self._disks.remove(holdings.sandbox_id)
-            await make_disk()
+            disk = await self._make_disk(plan, holdings)
         raise AssertionError("the last boot returned or raised")
 
     async def _bring_up(
@@ -165,40 +166,73 @@ class Launcher:
 
     async def _load(self, plan: LaunchPlan, holdings: Holdings, saved: LoadableMachine, state: Path) -> AgentInfo:
         """Bring a saved machine up, to the answer of its agent."""
-        disk: Disk | None = None
         sandbox_id = holdings.sandbox_id
-        memory = await in_thread(lambda: self._vmm.prepare_memory(sandbox_id))
-
-        async def make_disk() -> None:
-            nonlocal disk
-            disk = await self._disks.create(sandbox_id, plan.layers, plan.disk_bytes, holdings.directory)
-
-        async def fill_memory() -> None:
-            await self._unpack(saved.memory_layers, memory)
-
+        kernel, initramfs = saved.kernel or self._assets.kernel, saved.initramfs or self._assets.initramfs
+        waiting = await self._take_waiting(plan, holdings, kernel, initramfs)
+        again = plan.again or waiting is not None
+        await in_thread(lambda: self._make_directory(holdings, again=again))
+        if waiting is None:
+            memory = await in_thread(lambda: self._vmm.prepare_memory(sandbox_id))
+            filling = self._memory.write(saved, memory)
+        else:
+            memory = waiting.memory
+            filling = self._memory.fill(saved, memory)
         try:
-            await together(make_disk(), self._take_slot(plan, holdings), fill_memory())
-            assert disk is not None and holdings.slot is not None  # noqa: S101 - all have returned
-            slot = holdings.slot
+            disk, slot = await self._take_disk_and_slot(plan, holdings, filling)
             config = replace(
                 self._machine_config(plan, holdings, disk, slot),
-                kernel=saved.kernel or self._assets.kernel,
-                initramfs=saved.initramfs or self._assets.initramfs,
+                kernel=kernel,
+                initramfs=initramfs,
             )
-            machine = holdings.machine = await self._vmm.load(config, state, memory)
+            machine = await self._load_into(waiting, holdings, config, state) if waiting is not None else None
+            if machine is None:
+                if waiting is not None:
+                    memory = await in_thread(lambda: self._vmm.prepare_memory(sandbox_id))
+                    await self._memory.write(saved, memory)
+                machine = await self._vmm.load(config, state, memory)
+            holdings.machine = machine
         except BaseException:
-            await in_thread(lambda: memory.unlink(missing_ok=True))
+            if holdings.waiting is None:  # that of a waiting process goes with it
+                await in_thread(lambda: memory.unlink(missing_ok=True))
             raise
         await self._journal.note_machine(sandbox_id, machine.record, self._host.boot_id(), self._clock.now())
         await machine.resume()
+        # The saved agent knows the token of the machine that was saved, and gets that of this one.
+        agent = self._agents(str(slot.address), saved.agent_token or plan.identity.access_token)
         outcome = await first(
             self._machine_end(machine),
-            self._greet(self._agents(str(slot.address), plan.identity.access_token), plan.identity),
+            self._greet(agent, plan.identity),
             self._deadline(machine),
         )
         if isinstance(outcome, AgentInfo):
             return outcome
         raise outcome
+
+    async def _take_waiting(
+        self, plan: LaunchPlan, holdings: Holdings, kernel: Path, initramfs: Path
+    ) -> WarmMachine[Slot] | None:
+        """A process that waits for such a machine, if there is one; it brings the slot."""
+        if self._warm is None:
+            return None
+        shape = MachineShape(kernel, initramfs, plan.vcpus, plan.memory_mib, (_DISK,))
+        waiting = await self._warm.take(shape, holdings.sandbox_id, holdings.directory)
+        if waiting is not None:
+            holdings.waiting, holdings.slot = waiting, waiting.lease
+        return waiting
+
+    async def _load_into(
+        self, waiting: WarmMachine[Slot], holdings: Holdings, config: MachineConfig, state: Path
+    ) -> Machine | None:
+        """Let a waiting process become the machine. None when it does not; then nothing but its slot is left of it."""
+        try:
+            machine = await waiting.load(config, state)
+        except VmmError as error:
+            await waiting.discard()
+            holdings.waiting = None
+            _log.warning("warm_machine_not_loaded", sandbox=holdings.sandbox_id, error=error.message)
+            return None
+        holdings.waiting = None
+        return machine
 
     async def _greet(self, agent: Agent, identity: GuestIdentity) -> AgentInfo | AgentEnvError:
         return await agent.init(identity)
@@ -208,8 +242,27 @@ class Launcher:
         # Before the disk: its socket gets the owner that the directory has.
         self._vmm.prepare_directory(holdings.sandbox_id, holdings.directory)
 
+    async def _take_disk_and_slot(
+        self, plan: LaunchPlan, holdings: Holdings, beside: Coroutine[Any, Any, None] | None = None
+    ) -> tuple[Disk, Slot]:
+        """Take both, and do something else at the same time."""
+        disk: Disk | None = None
+
+        async def make_disk() -> None:
+            nonlocal disk
+            disk = await self._make_disk(plan, holdings)
+
+        await together(make_disk(), self._take_slot(plan, holdings), *(() if beside is None else (beside,)))
+        assert disk is not None and holdings.slot is not None  # noqa: S101 - all have returned
+        return disk, holdings.slot
+
+    async def _make_disk(self, plan: LaunchPlan, holdings: Holdings) -> Disk:
+        return await self._disks.create(holdings.sandbox_id, plan.layers, plan.disk_bytes, holdings.directory)
+
     async def _take_slot(self, plan: LaunchPlan, holdings: Holdings) -> None:
-        slot = holdings.slot = await self._slots.acquire()
+        slot = holdings.slot
+        if slot is None:  # a waiting process brings its own
+            slot = holdings.slot = await self._slots.acquire()
         await self._journal.note_slot(holdings.sandbox_id, slot, self._clock.now())
         # Before boot: no packet of this guest passes under the rules of another.
         await self._slots.apply_policy(slot, plan.policy)
@@ -223,7 +276,7 @@ class Launcher:
             vcpus=plan.vcpus,
             memory_mib=plan.memory_mib,
             disks=(disk,),
-            interface=NetworkInterface(namespace=slot.namespace_path, tap=TAP_NAME, mac=GUEST_MAC),
+            interface=interface_of(slot),
             guest_network=guest_network(self._settings.network.uplink_mtu),
             extra_arguments=KERNEL_ARGUMENTS,
         )
@@ -243,6 +296,11 @@ class Launcher:
     async def _machine_end(self, machine: Machine) -> AgentInfo | AgentEnvError:
         ended = await machine.wait()
         return _GuestEndedError(f"the VM ended while it started: {ended.reason}")
+
+
+def interface_of(slot: Slot) -> NetworkInterface:
+    """What a machine in a slot has as its network."""
+    return NetworkInterface(namespace=slot.namespace_path, tap=TAP_NAME, mac=GUEST_MAC)
 
 
 def guest_network(mtu: int) -> GuestNetwork:
@@ -298,6 +356,9 @@ class Releaser:
         if holdings.machine is not None:
             await _worded(holdings.machine.kill(), f"the VM of sandbox {holdings.sandbox_id} could not be ended")
             holdings.machine = None
+        if holdings.waiting is not None:
+            await _worded(holdings.waiting.discard(), f"the VM of sandbox {holdings.sandbox_id} could not be ended")
+            holdings.waiting = None
         failures = [failure for step in steps if (failure := await _failure_of(step(holdings))) is not None]
         if failures:
             raise failures[0]

@@ -30,8 +30,9 @@ from agentenv.orchestrator.clock import SystemClock
 from agentenv.orchestrator.creation import CreationParts, Creator
 from agentenv.orchestrator.disk_events import DiskEvents
 from agentenv.orchestrator.expiry import Expiry
+from agentenv.orchestrator.guest_memory import SavedMemoryFiles
 from agentenv.orchestrator.journal import Journal
-from agentenv.orchestrator.launch import Launcher, Releaser
+from agentenv.orchestrator.launch import Launcher, Releaser, WarmPool
 from agentenv.orchestrator.live import LiveSandbox, LiveSandboxes
 from agentenv.orchestrator.model import CreateRequest, LogEntry, MetricSample, OnTimeout, Sandbox, SandboxState
 from agentenv.orchestrator.pausing import Pauser, PauserParts, start_in_flight, wakes
@@ -41,19 +42,18 @@ from agentenv.orchestrator.ports import (
     Clock,
     DiskStore,
     GuestAssets,
+    GuestMemory,
     HostProbe,
     OrphanReaper,
     SavedMachines,
     SlotPool,
     TemplateStore,
-    UnpackMemory,
 )
 from agentenv.orchestrator.reconcile import Adopted, Reconciler
 from agentenv.orchestrator.routes import Route, RouteTable
 from agentenv.orchestrator.sampling import Sampler
 from agentenv.orchestrator.states import VISIBLE, Event
 from agentenv.orchestrator.tasks import OwnedTasks, to_the_end
-from agentenv.storage.memory import unpack_memory
 from agentenv.vmm.base import Machine, Vmm
 
 T = TypeVar("T")
@@ -70,7 +70,9 @@ class Orchestrator:
 
     Args:
         settings: of the node.
-        vmm, slots, disks, templates, assets, agents, orphans, host, saved, unpack: the rooms below, see `ports`.
+        vmm, slots, disks, templates, assets, agents, orphans, host, saved, memory: the rooms below, see `ports`.
+        warm: processes that wait for machines, when there are any. Whoever made it starts it after this, and closes
+            it before this.
         clock: tests bring their own.
         journal: tests bring their own; None is the one in the home.
     """
@@ -90,7 +92,8 @@ class Orchestrator:
         saved: SavedMachines,
         clock: Clock | None = None,
         journal: Journal | None = None,
-        unpack: UnpackMemory = unpack_memory,
+        memory: GuestMemory | None = None,
+        warm: WarmPool | None = None,
     ) -> None:
         self.routes = RouteTable()
         self._settings = settings
@@ -131,7 +134,8 @@ class Orchestrator:
             agents=agents,
             host=host,
             clock=clock,
-            unpack=unpack,
+            memory=memory or SavedMemoryFiles(),
+            warm=warm,
         )
         limits = settings.sandbox
         admission = Admission(limits, host)

@@ -7,7 +7,7 @@ something back may be repeated; failures are `AgentEnvError`s.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from pathlib import Path
@@ -105,10 +105,14 @@ class SavedMachines(Protocol):
         """Keep all that a machine is started from while the context lasts; without `memory` it boots."""
 
 
-class UnpackMemory(Protocol):
-    """Writes what a stack of memory layers, bottom first, reads as into a new file."""
+class GuestMemory(Protocol):
+    """Brings the memory of a saved machine into a file. Methods raise `StorageError`, `InsufficientStorageError`."""
 
-    def __call__(self, stack: Sequence[Path], out: Path) -> Awaitable[int]: ...
+    async def write(self, saved: LoadableMachine, out: Path) -> None:
+        """Make a file of it."""
+
+    async def fill(self, saved: LoadableMachine, out: Path) -> None:
+        """Put it into a file that is there, all hole, and mapped already. After a failure that is good for nothing."""
 
 
 class Template(Protocol):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import os
 import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -16,14 +18,20 @@ from pathlib import Path
 from agentenv.errors import VmmError
 from agentenv.vmm.base import MachineConfig, MachineRecord
 from agentenv.vmm.memory import memory_path
-from agentenv.vmm.process import ProcessHandle, finish_in_thread
-from agentenv.vmm.qemu_command import QMP_NAME
+from agentenv.vmm.process import LOCK_NAME, ProcessHandle, finish_in_thread, is_locked
+from agentenv.vmm.qemu_command import CONSOLE_NAME, ERROR_LOG_NAME, QMP_NAME
 from agentenv.vmm.qemu_machine import QemuMachine
 from agentenv.vmm.qmp import QmpClient
-from agentenv.vmm.records import remove_traces, write_intent
+from agentenv.vmm.records import INTENT_NAME, remove_traces, write_intent
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 10.0
+_OF_THE_PROCESS = frozenset({LOCK_NAME, INTENT_NAME, QMP_NAME})
+"""What each process has of its own in its directory."""
+_LOGS = frozenset({CONSOLE_NAME, ERROR_LOG_NAME})
+_CURRENT_DIRECTORY = -100
+_RENAME_EXCHANGE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class WaitingQemu:
@@ -81,21 +89,28 @@ class WaitingQemu:
 
         Args:
             machine_id: names the memory file.
-            directory: of the machine, below the same parent; must not exist yet.
+            directory: of the machine, below the same parent. What a former process of the machine left there (logs, and
+                files that are not ours) stays; it changes places with this one's at one stroke.
 
         Raises:
-            VmmError: it cannot be made. Then the process is where it was.
+            VmmError: it cannot be made, or a process works there. Then this one is where it was.
         """
         await finish_in_thread(lambda: self._move(machine_id, directory), lambda _: None)
 
     def _move(self, machine_id: str, directory: Path) -> None:
-        if directory.exists():
-            raise VmmError(f"the directory {directory} of machine {machine_id} exists already")
         former, memory = self._record, memory_path(self.memory.parent, machine_id)
+        again = directory.exists()
+        if again and is_locked(directory / LOCK_NAME):
+            raise VmmError(f"a machine exists already in the directory {directory}")
         with contextlib.ExitStack() as undo:
             try:
-                self.directory.rename(directory)
-                undo.callback(directory.rename, former.directory)
+                if again:
+                    _take_over(directory, self.directory)
+                    _exchange(self.directory, directory)
+                    undo.callback(_exchange, directory, self.directory)
+                else:
+                    self.directory.rename(directory)
+                    undo.callback(directory.rename, former.directory)
                 write_intent(directory, former.vmm, former.version, memory)
                 # A hard link first: rename would take the place of the memory of a machine of that name.
                 memory.hardlink_to(self.memory)
@@ -104,6 +119,8 @@ class WaitingQemu:
                 raise VmmError(f"cannot give a waiting process to machine {machine_id}: {error.strerror}") from error
             undo.pop_all()
         self._record = replace(former, directory=str(directory), memory_file=str(memory))
+        if again:
+            shutil.rmtree(former.directory, ignore_errors=True)
 
     async def load(self, config: MachineConfig, state: Path) -> QemuMachine:
         """Become a machine with this state, which is paused. Its memory must have been filled.
@@ -148,3 +165,24 @@ class WaitingQemu:
         )
         if config != expected:
             raise VmmError(f"machine {config.machine_id} is of another kind than the process in {self.directory}")
+
+
+def _take_over(source: Path, destination: Path) -> None:
+    """Give a directory the files of another that a machine had before, which stay as they are."""
+    for path in source.iterdir():
+        if path.name in _OF_THE_PROCESS or path.is_symlink() or not path.is_file():
+            continue
+        if path.name in _LOGS:  # open already, for appending, and empty: nothing runs in a waiting process
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            with os.fdopen(os.open(destination / path.name, flags, 0o600), "wb") as log:
+                log.write(path.read_bytes())
+        else:
+            (destination / path.name).hardlink_to(path)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Let two directories change places, atomically, so that no crash leaves a machine without one."""
+    names = (os.fsencode(one), os.fsencode(other))
+    if _libc.renameat2(_CURRENT_DIRECTORY, names[0], _CURRENT_DIRECTORY, names[1], _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

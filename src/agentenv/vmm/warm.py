@@ -160,7 +160,7 @@ class WarmMachines(Generic[Lease]):
         await self._settled.wait()
 
     async def take(self, shape: MachineShape, machine_id: str, directory: Path) -> WarmMachine[Lease] | None:
-        """A process of a shape, moved to a machine's directory, which must not exist. None: there is none.
+        """A process of a shape, moved to a machine's directory, where logs of a former one stay. None: there is none.
 
         Either way one more of the shape is made ready in the background.
         """

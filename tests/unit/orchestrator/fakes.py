@@ -428,19 +428,28 @@ class FakeSaved:
         self._world.leased.append(snapshot_id)
         try:
             if memory and manifest.kind is SnapshotKind.FULL:
-                yield LoadableMachine(manifest.machine, (snapshot_id,), (Path(snapshot_id),), Path(snapshot_id) / "state")
+                yield LoadableMachine(
+                    manifest.machine,
+                    (snapshot_id,),
+                    memory_layers=(Path(snapshot_id),),
+                    state=Path(snapshot_id) / "state",
+                    agent_token=manifest.agent_token,
+                )
             else:
                 yield LoadableMachine(manifest.machine, (snapshot_id,))
         finally:
             self._world.leased.remove(snapshot_id)
 
-    async def unpack(self, stack: Sequence[Path], out: Path) -> int:
+    async def write(self, saved: LoadableMachine, out: Path) -> None:
+        assert not out.exists()
+        await self.fill(saved, out)
+
+    async def fill(self, saved: LoadableMachine, out: Path) -> None:
         await self._script.at("unpack")
-        (snapshot_id,) = stack
+        (snapshot_id,) = saved.memory_layers
         assert str(snapshot_id) in self._world.leased
         out.write_text(str(snapshot_id))
         await self._script.at("unpack done")
-        return 1
 
 
 class FakeMachine:
@@ -701,7 +710,7 @@ class Server:
             orphans=FakeOrphans(world, self.script),
             host=FakeHost(world),
             saved=self.saved,
-            unpack=self.saved.unpack,
+            memory=self.saved,
             clock=world.clock,
             journal=ScriptedJournal(world.home / "state.db", self.script),
         )
