@@ -63,6 +63,8 @@ class CreateRequest:
     allow_internet_access: bool | None = None
     network: NetworkOptions | None = None
     idempotency_key: str | None = None
+    memory: bool = True
+    """Whether a sandbox goes on from the memory of the snapshot that it is created from; else it boots from its disk."""
     request_digest: str | None = None
     """sha256 of the canonical request body, compared when an idempotency key comes again."""
 
