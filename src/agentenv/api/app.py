@@ -12,8 +12,10 @@ from agentenv.api.errors import add_error_handlers
 from agentenv.api.models import ErrorBody
 from agentenv.api.observations import add_observation_routes
 from agentenv.api.sandboxes import add_sandbox_routes
-from agentenv.api.services import SandboxService
-from agentenv.api.templates import TemplateService, add_template_routes
+from agentenv.api.services import NodeService
+from agentenv.api.snapshots import add_snapshot_routes
+from agentenv.api.space import add_space_routes
+from agentenv.api.templates import TemplateService, add_template_deletion, add_template_routes
 from agentenv.api.unsupported import add_unsupported_routes
 from agentenv.config import Settings
 
@@ -22,7 +24,7 @@ AGENT_VERSION = "0.6.7"
 
 
 def create_app(
-    service: SandboxService,
+    service: NodeService,
     templates: TemplateService,
     settings: Settings,
     api_key: str,
@@ -33,7 +35,7 @@ def create_app(
     """Make the control plane (E2B contract §2).
 
     Args:
-        service: the sandboxes, normally the orchestrator.
+        service: the node, normally the orchestrator.
         templates: what sandboxes are created from.
         settings: limits of bodies and timeouts.
         api_key: the key that every call but `/health` and the API's description needs.
@@ -58,6 +60,9 @@ def create_app(
 
     add_observation_routes(app, service)
     add_sandbox_routes(app, service, settings.sandbox, domain)
-    add_template_routes(app, templates, agent_version)
+    add_snapshot_routes(app, service, settings.sandbox, domain)
+    add_template_routes(app, templates, service, agent_version)
+    add_space_routes(app, service)
     add_unsupported_routes(app, service)
+    add_template_deletion(app, templates, service)
     return ControlPlane(app, api_key)

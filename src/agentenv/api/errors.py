@@ -28,7 +28,7 @@ def error_response(
     status: int, message: str, *, error_code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """Make an error response whose body's `code` equals `status`."""
-    body: dict[str, Any] = {"code": status, "message": _printable(message)}
+    body: dict[str, Any] = {"code": status, "message": printable(message)}
     if error_code is not None:
         body["error_code"] = error_code
     return JSONResponse(body, status_code=status, headers=headers)
@@ -99,5 +99,6 @@ def _allowed_methods(request: Request) -> list[str]:
     return sorted({method for route in routes for method in route.methods or ()})
 
 
-def _printable(message: str) -> str:
+def printable(message: str) -> str:
+    """Make a message fit for a body: of bounded length, valid UTF-8."""
     return message[:_LONGEST_MESSAGE].encode("utf-8", "replace").decode("utf-8")

@@ -1,39 +1,26 @@
-"""Lists of sandboxes: filters, order, pages and their opaque tokens (E2B contract §2.1.4, §2.2.3). Pure functions.
-
-Newest first; the id breaks ties; ascending is the exact reverse.
-"""
+"""Lists of sandboxes: what is shown of a state, filters, pages (E2B contract §2.2.3). Pure functions."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from enum import StrEnum
+from datetime import datetime
 from operator import attrgetter
 from urllib.parse import unquote_plus
 
+from agentenv.api.paging import Order, page_of
 from agentenv.errors import InvalidRequestError
 from agentenv.orchestrator.model import Sandbox, SandboxState
 
 _ID = attrgetter("id")
 _STARTED_AT = attrgetter("started_at")
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND = timedelta(microseconds=1)
 _SHOWN_AS = {
     SandboxState.RUNNING: "running",
+    SandboxState.CAPTURING: "running",
     SandboxState.PAUSING: "paused",
     SandboxState.PAUSED: "paused",
     SandboxState.RESUMING: "paused",
 }
-
-
-class Order(StrEnum):
-    """By start time."""
-
-    ASC = "asc"
-    DESC = "desc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +61,10 @@ def list_page(
     Raises:
         InvalidRequestError: the token is not one of ours, or of another order.
     """
-    after = _decode_token(token, order) if token is not None else None
-    matching = sorted(_matching(sandboxes, filters), key=_ID)
-    matching.sort(key=_STARTED_AT, reverse=True)  # stable also in reverse: ids stay ascending
-    if order is Order.ASC:
-        matching.reverse()
-    running = sum(s.state is SandboxState.RUNNING for s in matching) if "running" in filters.states else None
-    if after is not None:
-        matching = [s for s in matching if (_position(s) < after if order is Order.ASC else _position(s) > after)]
-    if limit is None or len(matching) <= limit:
-        return Page(matching, None, running)
-    items = matching[:limit]
-    return Page(items, _encode_token(_position(items[-1]), order), running)
+    matching = _matching(sandboxes, filters)
+    running = sum(_SHOWN_AS[s.state] == "running" for s in matching) if "running" in filters.states else None
+    page = page_of(matching, _STARTED_AT, _ID, order=order, limit=limit, token=token)
+    return Page(page.items, page.next_token, running)
 
 
 def parse_states(values: Sequence[str]) -> frozenset[str]:
@@ -146,24 +125,3 @@ def _matching(sandboxes: Iterable[Sandbox], filters: Filters) -> list[Sandbox]:
         wanted = filters.metadata.items()
         rows = [row for row in rows if wanted <= row.request.metadata.items()]
     return rows
-
-
-def _position(sandbox: Sandbox) -> tuple[int, str]:
-    return (-((sandbox.started_at - _EPOCH) // _MICROSECOND), sandbox.id)
-
-
-def _encode_token(position: tuple[int, str], order: Order) -> str:
-    text = f"{-position[0]}__{position[1]}__{order}"
-    return base64.urlsafe_b64encode(text.encode("ascii")).decode("ascii")
-
-
-def _decode_token(token: str, order: Order) -> tuple[int, str]:
-    try:
-        text = base64.b64decode(token.encode("ascii"), altchars=b"-_", validate=True).decode("ascii")
-        microseconds, sandbox_id, token_order = text.split("__")
-        position = (-int(microseconds), sandbox_id)
-    except (ValueError, UnicodeError, binascii.Error) as error:
-        raise InvalidRequestError("nextToken is not a token of this list") from error
-    if token_order != order:
-        raise InvalidRequestError(f"nextToken belongs to a list in the order '{token_order}'")
-    return position

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MOST_FORKS = 100
+"""Copies that one call makes at most."""
+
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 
 
@@ -51,7 +54,7 @@ class VolumeMountBody(_Request):
 class CreateBody(_Request):
     """A new sandbox."""
 
-    template_id: str = Field(alias="templateID", description="ID, alias, or alias:tag")
+    template_id: str = Field(alias="templateID", description="ID, alias, alias:tag, or snapshotID")
     timeout: Int32 | None = Field(default=None, description="Seconds to live; the default depends on the route")
     auto_pause: bool | None = Field(default=None, alias="autoPause")
     auto_pause_memory: bool | None = Field(default=None, alias="autoPauseMemory")
@@ -63,6 +66,7 @@ class CreateBody(_Request):
     mcp: dict[str, Any] | None = None
     iam: dict[str, Any] | None = None
     volume_mounts: list[VolumeMountBody] | None = Field(default=None, alias="volumeMounts")
+    memory: bool | None = Field(default=None, description="false: boot from the disk of a snapshot, without its memory")
 
 
 class ConnectBody(_Request):
@@ -104,6 +108,26 @@ class RefreshBody(_Request):
     """Seconds that a sandbox shall live from now, at least."""
 
     duration: Int32 | None = None
+
+
+class SnapshotBody(_Request):
+    """What a snapshot keeps, and how it is called."""
+
+    name: str | None = Field(default=None, description="alias, or alias:tag; a name that is in use gets a new build")
+    memory: bool | None = Field(default=None, description="false: keep the disk alone")
+
+
+class ForkBody(_Request):
+    """How many copies, and how long they live."""
+
+    timeout: Int32 | None = Field(default=None, description="Seconds to live; default 300")
+    count: int | None = Field(default=None, ge=1, le=MOST_FORKS, description="Default 1")
+
+
+class RollbackBody(_Request):
+    """Where to."""
+
+    snapshot_id: str = Field(alias="snapshotID", description="A snapshot that was taken of the same sandbox")
 
 
 class SandboxHandle(_Response):
@@ -163,6 +187,74 @@ class SandboxInfo(ListedSandbox):
     network: NetworkInfo | None = None
     lifecycle: LifecycleInfo | None = None
     pause_mode: str | None = Field(default=None, alias="pauseMode")
+    checkpoint_id: str | None = Field(
+        default=None,
+        alias="checkpointID",
+        description="buildID of the snapshot that it was created from, rolled back to, or that was taken of it last",
+    )
+
+
+class ForkError(_Response):
+    """Why a copy could not be started."""
+
+    code: int = Field(description="The HTTP status that a call for this copy alone would have")
+    message: str
+
+
+class ForkResult(_Response):
+    """One copy: exactly one of the two."""
+
+    sandbox: SandboxHandle | None = None
+    error: ForkError | None = None
+
+
+class SnapshotView(_Response):
+    """A snapshot. E2B's clients know the first two fields."""
+
+    snapshot_id: str = Field(alias="snapshotID", description="What to create sandboxes from")
+    names: list[str] = Field(description="alias:tag, as long as no later snapshot took it")
+    build_id: str = Field(alias="buildID", description="UUID; names this snapshot for ever")
+    template_id: str = Field(alias="templateID")
+    sandbox_id: str = Field(alias="sandboxID", description="Where it was taken")
+    parent_id: str | None = Field(
+        default=None, alias="parentID", description="buildID of the snapshot that the sandbox had gone on from"
+    )
+    created_at: datetime = Field(alias="createdAt")
+    mode: str = Field(description="full: memory and disk; filesystem: the disk alone")
+    cpu_count: int = Field(alias="cpuCount")
+    memory_mb: int = Field(alias="memoryMB", description="MiB")
+    disk_size_mb: int = Field(alias="diskSizeMB", description="MiB")
+    envd_version: str = Field(alias="envdVersion")
+
+
+class SnapshotNodeView(_Response):
+    """A place in the tree of snapshots. Each comes after its parent."""
+
+    build_id: str = Field(alias="buildID")
+    parent_id: str | None = Field(default=None, alias="parentID", description="buildID of the place above")
+    exclusive_bytes: int = Field(alias="exclusiveBytes", description="What deleting it gives back")
+    shared_bytes: int = Field(alias="sharedBytes", description="What it shares with other snapshots or templates")
+    snapshot: SnapshotView | None = Field(default=None, description="Missing where the snapshot was deleted")
+
+
+class SpaceView(_Response):
+    """What takes up the disk of the node. Sums may share layers, so they do not add up to `layersBytes`."""
+
+    layers_bytes: int = Field(alias="layersBytes", description="All stored layers, each once")
+    garbage_bytes: int = Field(alias="garbageBytes", description="Of them, what nobody uses")
+    templates_bytes: int = Field(alias="templatesBytes")
+    snapshots_bytes: int = Field(alias="snapshotsBytes")
+    paused_bytes: int = Field(alias="pausedBytes", description="What paused sandboxes are kept in")
+    disks_bytes: int = Field(alias="disksBytes", description="What running sandboxes wrote to their disks")
+    budget_bytes: int | None = Field(default=None, alias="budgetBytes", description="Of snapshots; missing: no limit")
+    free_bytes: int = Field(alias="freeBytes", description="Of the file system that holds the node's home")
+
+
+class CollectedView(_Response):
+    """What was removed."""
+
+    layers: int
+    bytes: int
 
 
 class Metric(_Response):

@@ -38,6 +38,30 @@ def normal_template_reference(text: str) -> str:
     return f"{namespace}{reference.name}{tag}"
 
 
+def snapshot_reference(text: str) -> str:
+    """Normalise a reference to a snapshot: trimmed, lower case. `alias` and `alias:default` stay apart.
+
+    Raises:
+        InvalidRequestError: the text cannot name a snapshot.
+    """
+    parse_reference(text)
+    return text.strip().lower()
+
+
+def snapshot_name(text: str) -> str:
+    """Normalise the name that a snapshot shall get: `[namespace/]alias[:tag]`.
+
+    Raises:
+        InvalidRequestError: the text has not this form.
+    """
+    try:
+        return snapshot_reference(text)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            "name: a snapshot is called alias or alias:tag, made of a-z, 0-9, _ and - (a tag of dots, too)"
+        ) from error
+
+
 def parse_time(name: str, text: str | None) -> datetime | None:
     """Read an RFC 3339 time; a `+` that arrived as a space, as in badly encoded queries, is mended.
 

@@ -48,6 +48,7 @@ def create_request(
         network=network,
         idempotency_key=key,
         request_digest=request_digest(body, timeout_s) if key is not None else None,
+        memory=body.memory is not False,
     )
 
 

@@ -12,7 +12,6 @@ from fastapi import FastAPI, Header, Query, Request, Response
 from agentenv.api.disconnect import while_client_waits
 from agentenv.api.listing import (
     Filters,
-    Order,
     list_page,
     parse_metadata_filter,
     parse_states,
@@ -31,6 +30,7 @@ from agentenv.api.models import (
     SandboxInfo,
     TimeoutBody,
 )
+from agentenv.api.paging import Order
 from agentenv.api.params import check_timeout, parse_time
 from agentenv.api.requests import create_request
 from agentenv.api.services import SandboxService

@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Protocol
 
-from agentenv.orchestrator.model import CreateRequest, LogEntry, MetricSample, Sandbox
+from agentenv.errors import AgentEnvError
+from agentenv.orchestrator.model import (
+    CollectedSpace,
+    CreateRequest,
+    LogEntry,
+    MetricSample,
+    Sandbox,
+    SnapshotInfo,
+    SnapshotNode,
+    SpaceReport,
+)
 
 
 class SandboxService(Protocol):
@@ -70,3 +80,51 @@ class SandboxService(Protocol):
     ) -> Sequence[LogEntry]:
         """Return log lines: ascending from `start`, or descending from `end` when `backward`."""
         ...
+
+
+class SnapshotService(Protocol):
+    """Named snapshots, and sandboxes that go on from them. Every method raises errors of `agentenv.errors` only."""
+
+    async def snapshot(self, sandbox_id: str, *, name: str | None = None, memory: bool = True) -> SnapshotInfo:
+        """Take a snapshot of a running sandbox, which goes on; when this returns it can be used."""
+        ...
+
+    async def fork(self, sandbox_id: str, *, count: int, timeout_s: int) -> Sequence[Sandbox | AgentEnvError]:
+        """Make so many copies of a running sandbox, which goes on; each one is ready, or failed by itself."""
+        ...
+
+    async def rollback(self, sandbox_id: str, reference: str) -> Sandbox:
+        """Put a running sandbox back to a snapshot of its own; when this returns its agent is ready."""
+        ...
+
+    async def snapshots(self, *, sandbox_id: str | None = None, name: str | None = None) -> Sequence[SnapshotInfo]:
+        """Return the named snapshots, of one sandbox or of one name, oldest first."""
+        ...
+
+    async def find_snapshot(self, reference: str) -> SnapshotInfo:
+        """Return one snapshot by anything that names it."""
+        ...
+
+    async def delete_snapshot(self, reference: str) -> None:
+        """Delete a snapshot; what others share with it stays."""
+        ...
+
+    async def snapshot_tree(self, sandbox_id: str | None = None) -> Sequence[SnapshotNode]:
+        """Return the roots of the trees of snapshots, of one sandbox or of all."""
+        ...
+
+
+class SpaceService(Protocol):
+    """Disk space of this node."""
+
+    async def space(self) -> SpaceReport:
+        """Return what takes up the disk."""
+        ...
+
+    async def collect_garbage(self) -> CollectedSpace:
+        """Remove what nobody uses."""
+        ...
+
+
+class NodeService(SandboxService, SnapshotService, SpaceService, Protocol):
+    """All that the HTTP surface asks of a node."""

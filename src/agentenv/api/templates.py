@@ -1,21 +1,28 @@
-"""Routes that show the templates of this node (E2B contract §2.3.2). Building and managing them is not offered yet.
+"""Routes that show the templates of this node (E2B contract §2.3.2), snapshots among them, and delete snapshots.
 
-Every template here is one that the node brought along, which the API calls a default template: its usage counts are
-zero and it has no creator.
+Building templates is not offered yet. Those that the node brought along are what the API calls default templates.
+Snapshots that took the same name one after the other are builds of one template. No usage is counted, and nobody is
+named as the creator.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+from operator import attrgetter
 from typing import Protocol
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentenv.api.params import snapshot_reference
+from agentenv.api.services import SnapshotService
+from agentenv.errors import NotFoundError, NotImplementedYetError
+from agentenv.orchestrator.model import SnapshotInfo
 from agentenv.templates.store import Template
 
+_CREATED_AT = attrgetter("created_at")
 _BUILD_NAMESPACE = uuid.UUID("6f0d7d6e-8b1c-4b7e-9a53-0c9f6d1e2a44")
 
 
@@ -84,19 +91,25 @@ class AliasView(_Shown):
     public: bool = False
 
 
-def add_template_routes(app: FastAPI, templates: TemplateService, agent_version: str) -> None:
+def add_template_routes(
+    app: FastAPI, templates: TemplateService, snapshots: SnapshotService, agent_version: str
+) -> None:
     """Add the routes to the application.
 
     Args:
         app: where to.
         templates: the node's templates.
+        snapshots: those that are templates, too.
         agent_version: what the guest agent of every template reports.
     """
 
     @app.get("/templates", tags=["templates"])
     async def list_templates() -> list[TemplateView]:
-        """List all templates."""
-        return [_view(template, agent_version) for template in await templates.list()]
+        """List all templates, snapshots among them."""
+        builds = _by_template(await snapshots.snapshots())
+        return [
+            _view(template, builds.get(template.template_id, ()), agent_version) for template in await templates.list()
+        ]
 
     @app.get("/templates/aliases/{alias:segment}", tags=["templates"])
     async def get_alias(alias: str) -> AliasView:
@@ -105,34 +118,84 @@ def add_template_routes(app: FastAPI, templates: TemplateService, agent_version:
 
     @app.get("/templates/{template_id:segment}", tags=["templates"])
     async def get_template(template_id: str) -> TemplateDetails:
-        """Show one template and its builds."""
+        """Show one template and its builds, newest first."""
         template = await templates.resolve(template_id)
-        view = _view(template, agent_version)
-        build = BuildView(
-            build_id=view.build_id,
-            created_at=template.created_at,
-            updated_at=template.created_at,
-            finished_at=template.created_at,
-            cpu_count=template.vcpus,
-            memory_mb=template.memory_mib,
-            disk_size_mb=template.disk_mib,
-            envd_version=agent_version,
-        )
-        return TemplateDetails(**view.model_dump(), builds=[build])
+        builds = _by_template(await snapshots.snapshots()).get(template.template_id, [])
+        view = _view(template, builds, agent_version)
+        shown = [_snapshot_build_view(build) for build in builds] or [_build_view(template, agent_version)]
+        return TemplateDetails(**view.model_dump(), builds=shown)
 
 
-def _view(template: Template, agent_version: str) -> TemplateView:
+def add_template_deletion(app: FastAPI, templates: TemplateService, snapshots: SnapshotService) -> None:
+    """Add the route to the application. Must come after `/templates/tags`, which it would take for an id."""
+
+    @app.delete("/templates/{template_id:segment}", status_code=204, tags=["templates"])
+    async def delete_template(template_id: str) -> None:
+        """Delete a snapshot. Other templates cannot be deleted yet."""
+        reference = snapshot_reference(template_id)
+        try:
+            await snapshots.delete_snapshot(reference)
+        except NotFoundError:
+            await templates.resolve(reference)
+            raise NotImplementedYetError(
+                "managing templates: deleting other than snapshots is not supported by this version of AgentENV yet"
+            ) from None
+
+
+def _by_template(snapshots: Iterable[SnapshotInfo]) -> dict[str, list[SnapshotInfo]]:
+    """The builds of each template that is made of snapshots, newest first."""
+    found: dict[str, list[SnapshotInfo]] = {}
+    for snapshot in sorted(snapshots, key=_CREATED_AT, reverse=True):
+        found.setdefault(snapshot.template_id, []).append(snapshot)
+    return found
+
+
+def _build_id(template: Template) -> uuid.UUID:
+    if template.snapshot_id is not None:
+        return uuid.UUID(template.snapshot_id)
     # Files have no build id of their own: the same image has always the same one, another image another.
-    build_id = uuid.uuid5(_BUILD_NAMESPACE, f"{template.template_id} {template.created_at.isoformat()}")
+    return uuid.uuid5(_BUILD_NAMESPACE, f"{template.template_id} {template.created_at.isoformat()}")
+
+
+def _build_view(template: Template, agent_version: str) -> BuildView:
+    return BuildView(
+        build_id=_build_id(template),
+        created_at=template.created_at,
+        updated_at=template.created_at,
+        finished_at=template.created_at,
+        cpu_count=template.vcpus,
+        memory_mb=template.memory_mib,
+        disk_size_mb=template.disk_mib,
+        envd_version=agent_version,
+    )
+
+
+def _snapshot_build_view(snapshot: SnapshotInfo) -> BuildView:
+    return BuildView(
+        build_id=uuid.UUID(snapshot.id),
+        created_at=snapshot.created_at,
+        updated_at=snapshot.created_at,
+        finished_at=snapshot.created_at,
+        cpu_count=snapshot.vcpus,
+        memory_mb=snapshot.memory_mib,
+        disk_size_mb=snapshot.disk_mib,
+        envd_version=snapshot.agent_version,
+    )
+
+
+def _view(template: Template, builds: Sequence[SnapshotInfo], agent_version: str) -> TemplateView:
+    names = [name for build in builds for name in build.names]
     return TemplateView(
         template_id=template.template_id,
-        build_id=build_id,
+        build_id=_build_id(template),
         cpu_count=template.vcpus,
         memory_mb=template.memory_mib,
         disk_size_mb=template.disk_mib,
         aliases=list(template.names),
-        names=list(template.names),
-        created_at=template.created_at,
-        updated_at=template.created_at,
+        names=names if builds else list(template.names),
+        created_at=min((template.created_at, *(build.created_at for build in builds))),
+        updated_at=max((template.created_at, *(build.created_at for build in builds))),
+        build_count=len(builds),
         envd_version=agent_version,
+        is_default=template.snapshot_id is None,
     )

@@ -1,6 +1,6 @@
 """Routes of the E2B API that clients call and this version does not offer: each says so with 501, none hangs or lies.
 
-When a feature lands, its rows leave this table.
+When a feature lands, its rows leave this table. What takes the rest of a path for an id comes after them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,6 @@ from agentenv.api.services import SandboxService
 from agentenv.errors import NotImplementedYetError
 
 _FEATURES: dict[str, tuple[tuple[str, str], ...]] = {
-    "forking sandboxes": (("POST", "/sandboxes/{sandbox_id:segment}/fork"),),
-    "snapshots": (
-        ("POST", "/sandboxes/{sandbox_id:segment}/snapshots"),
-        ("GET", "/snapshots"),
-        ("GET", "/snapshots/{snapshot_id:segment}"),
-        ("DELETE", "/snapshots/{snapshot_id:segment}"),
-    ),
     "changing the network of a running sandbox": (("PUT", "/sandboxes/{sandbox_id:segment}/network"),),
     "tags of templates": (
         ("POST", "/templates/tags"),
@@ -45,7 +38,6 @@ _FEATURES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "managing templates": (
         ("GET", "/v2/templates"),
-        ("DELETE", "/templates/{template_id:segment}"),
         ("PATCH", "/v2/templates/{template_id:segment}"),
         ("PATCH", "/templates/{template_id:segment}"),
         ("GET", "/default-templates"),
@@ -84,7 +76,7 @@ _FEATURES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def add_unsupported_routes(app: FastAPI, service: SandboxService) -> None:
-    """Add the routes to the application, after all others, so that what works wins."""
+    """Add the routes to the application, after those that work, so that these win."""
     for feature, routes in _FEATURES.items():
         for method, path in routes:
             _add(app, service, feature, method, path)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from datetime import UTC
 
+from agentenv.api.errors import printable
 from agentenv.api.listing import shown_state
 from agentenv.api.models import (
+    CollectedView,
+    ForkError,
+    ForkResult,
     LifecycleInfo,
     ListedSandbox,
     LogLine,
@@ -14,11 +19,23 @@ from agentenv.api.models import (
     NetworkInfo,
     SandboxHandle,
     SandboxInfo,
+    SnapshotNodeView,
+    SnapshotView,
+    SpaceView,
     StructuredLog,
 )
-from agentenv.errors import SandboxNotFoundError
+from agentenv.errors import AgentEnvError, SandboxNotFoundError
 from agentenv.ids import CLIENT_ID
-from agentenv.orchestrator.model import LogEntry, MetricSample, NetworkOptions, Sandbox
+from agentenv.orchestrator.model import (
+    CollectedSpace,
+    LogEntry,
+    MetricSample,
+    NetworkOptions,
+    Sandbox,
+    SnapshotInfo,
+    SnapshotNode,
+    SpaceReport,
+)
 
 
 def handle_view(sandbox: Sandbox, domain: str) -> SandboxHandle:
@@ -76,7 +93,71 @@ def info_view(sandbox: Sandbox, domain: str) -> SandboxInfo:
         network=_network_view(request.network),
         lifecycle=lifecycle,
         pause_mode=None if sandbox.pause_mode is None else sandbox.pause_mode.value,
+        checkpoint_id=sandbox.checkpoint_id,
     )
+
+
+def fork_view(result: Sandbox | AgentEnvError, domain: str) -> ForkResult:
+    """Show one copy of a fork, or why there is none."""
+    if isinstance(result, AgentEnvError):
+        return ForkResult(error=ForkError(code=result.status, message=printable(result.message)))
+    return ForkResult(sandbox=handle_view(result, domain))
+
+
+def snapshot_view(snapshot: SnapshotInfo) -> SnapshotView:
+    """Show a snapshot."""
+    return SnapshotView(
+        snapshot_id=snapshot.reference,
+        names=list(snapshot.names),
+        build_id=snapshot.id,
+        template_id=snapshot.template_id,
+        sandbox_id=snapshot.sandbox_id,
+        parent_id=snapshot.parent_id,
+        created_at=snapshot.created_at,
+        mode=snapshot.kind.value,
+        cpu_count=snapshot.vcpus,
+        memory_mb=snapshot.memory_mib,
+        disk_size_mb=snapshot.disk_mib,
+        envd_version=snapshot.agent_version,
+    )
+
+
+def tree_view(roots: Iterable[SnapshotNode]) -> list[SnapshotNodeView]:
+    """Show trees as one list, parents before their children: chains of snapshots are deeper than JSON may nest."""
+    shown: list[SnapshotNodeView] = []
+    waiting: list[tuple[str | None, SnapshotNode]] = [(None, root) for root in reversed(tuple(roots))]
+    while waiting:
+        parent_id, node = waiting.pop()
+        shown.append(
+            SnapshotNodeView(
+                build_id=node.id,
+                parent_id=parent_id,
+                exclusive_bytes=node.exclusive_bytes,
+                shared_bytes=node.shared_bytes,
+                snapshot=None if node.snapshot is None else snapshot_view(node.snapshot),
+            )
+        )
+        waiting.extend((node.id, child) for child in reversed(node.children))
+    return shown
+
+
+def space_view(report: SpaceReport) -> SpaceView:
+    """Show what takes up the disk."""
+    return SpaceView(
+        layers_bytes=report.layers_bytes,
+        garbage_bytes=report.garbage_bytes,
+        templates_bytes=report.templates_bytes,
+        snapshots_bytes=report.snapshots_bytes,
+        paused_bytes=report.paused_bytes,
+        disks_bytes=report.disks_bytes,
+        budget_bytes=report.budget_bytes,
+        free_bytes=report.free_bytes,
+    )
+
+
+def collected_view(collected: CollectedSpace) -> CollectedView:
+    """Show what was removed."""
+    return CollectedView(layers=collected.layers, bytes=collected.bytes)
 
 
 def metric_view(sample: MetricSample) -> Metric:

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,9 +15,27 @@ from starlette.types import ASGIApp
 from agentenv.api.app import create_app
 from agentenv.cli.http_server import HttpServer, base_url, bound_socket
 from agentenv.config import ApiSettings, SandboxSettings, Settings
-from agentenv.errors import ConflictError, IdempotencyMismatchError, SandboxNotFoundError, TemplateNotFoundError
+from agentenv.errors import (
+    AgentEnvError,
+    ConflictError,
+    IdempotencyMismatchError,
+    InvalidRequestError,
+    SandboxNotFoundError,
+    TemplateNotFoundError,
+)
 from agentenv.ids import new_sandbox_id, new_token
-from agentenv.orchestrator.model import CreateRequest, LogEntry, MetricSample, Sandbox, SandboxState
+from agentenv.orchestrator.model import (
+    CollectedSpace,
+    CreateRequest,
+    LogEntry,
+    MetricSample,
+    PauseMode,
+    Sandbox,
+    SandboxState,
+    SnapshotInfo,
+    SnapshotNode,
+    SpaceReport,
+)
 from agentenv.templates.store import Template, parse_reference
 
 KEY = "e2b_" + "0123456789abcdef0123" * 2
@@ -56,6 +73,31 @@ def make_sandbox(
     )
 
 
+def make_snapshot(
+    number: int = 1,
+    *,
+    name: str | None = None,
+    sandbox_id: str = "i00000000000000000000",
+    parent: SnapshotInfo | None = None,
+    kind: PauseMode = PauseMode.FULL,
+) -> SnapshotInfo:
+    """A snapshot with likely values; each number has another id and time."""
+    return SnapshotInfo(
+        id=f"00000000-0000-4000-8000-{number:012}",
+        reference=name or f"tsnap{number}:default",
+        names=() if name is None else (name,),
+        template_id=f"tsnap{number}",
+        sandbox_id=sandbox_id,
+        parent_id=None if parent is None else parent.id,
+        created_at=NOW + timedelta(minutes=number),
+        kind=kind,
+        vcpus=2,
+        memory_mib=512,
+        disk_mib=4096,
+        agent_version="0.6.7",
+    )
+
+
 @dataclass
 class FakeService:
     """Does what the orchestrator's interface promises, without machines."""
@@ -70,6 +112,9 @@ class FakeService:
     slow: asyncio.Event | None = None
     """Set when a create has begun; it goes on until it is cancelled."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: list[SnapshotInfo] = field(default_factory=list)
+    fork_failures: dict[int, AgentEnvError] = field(default_factory=dict)
+    """By the number of the copy."""
 
     def reset(self) -> None:
         vars(self).update(vars(FakeService()))
@@ -81,7 +126,8 @@ class FakeService:
     def _change(self, sandbox_id: str, **values: Any) -> Sandbox:
         return self.add(replace(self.get(sandbox_id), **values))
 
-    async def create(self, request: CreateRequest) -> Sandbox:
+    async def _perhaps(self) -> None:
+        """Fail or never end, as the test wants it."""
         if self.fail_with is not None:
             raise self.fail_with
         if self.slow is not None:
@@ -90,6 +136,9 @@ class FakeService:
                 await asyncio.Event().wait()
             finally:
                 self.cancelled.set()
+
+    async def create(self, request: CreateRequest) -> Sandbox:
+        await self._perhaps()
         if request.template != "base":
             raise TemplateNotFoundError(request.template)
         if request.idempotency_key is not None and request.idempotency_key in self.by_key:
@@ -160,13 +209,75 @@ class FakeService:
         start = options.get("start")
         return [entry for entry in self.entries if start is None or entry.timestamp >= start][: options["limit"]]
 
+    def _running(self, sandbox_id: str) -> Sandbox:
+        sandbox = self.get(sandbox_id)
+        if sandbox.state is not SandboxState.RUNNING:
+            raise ConflictError(f"the sandbox is {sandbox.state}")
+        return sandbox
+
+    async def snapshot(self, sandbox_id: str, *, name: str | None = None, memory: bool = True) -> SnapshotInfo:
+        sandbox = self._running(sandbox_id)
+        await self._perhaps()
+        kind = PauseMode.FULL if memory else PauseMode.FILESYSTEM
+        tagged = None if name is None else name if ":" in name else f"{name}:default"
+        number = len(self.taken) + 1
+        self.taken.append(make_snapshot(number, name=tagged, sandbox_id=sandbox.id, kind=kind))
+        return self.taken[-1]
+
+    async def fork(self, sandbox_id: str, *, count: int, timeout_s: int) -> list[Sandbox | AgentEnvError]:
+        self._running(sandbox_id)
+        self.calls.append(("fork", (count, timeout_s)))
+        await self._perhaps()
+        return [self.fork_failures.get(number) or self.add(make_sandbox(new_sandbox_id())) for number in range(count)]
+
+    async def rollback(self, sandbox_id: str, reference: str) -> Sandbox:
+        sandbox = self._running(sandbox_id)
+        await self._perhaps()
+        target = await self.find_snapshot(reference)
+        if target.sandbox_id != sandbox_id:
+            raise InvalidRequestError(f"it was taken of {target.sandbox_id}")
+        return self._change(sandbox_id, checkpoint_id=target.id, life=sandbox.life + 1)
+
+    async def snapshots(self, *, sandbox_id: str | None = None, name: str | None = None) -> list[SnapshotInfo]:
+        self.calls.append(("snapshots", name))
+        return [
+            snapshot
+            for snapshot in self.taken
+            if sandbox_id in (None, snapshot.sandbox_id)
+            and (name is None or any(name in (one, one.partition(":")[0]) for one in snapshot.names))
+        ]
+
+    async def find_snapshot(self, reference: str) -> SnapshotInfo:
+        for snapshot in self.taken:
+            if reference in (snapshot.id, snapshot.reference, snapshot.template_id, *snapshot.names):
+                return snapshot
+        raise TemplateNotFoundError(reference)
+
+    async def delete_snapshot(self, reference: str) -> None:
+        await self._perhaps()
+        self.taken.remove(await self.find_snapshot(reference))
+
+    async def snapshot_tree(self, sandbox_id: str | None = None) -> tuple[SnapshotNode, ...]:
+        self.calls.append(("tree", sandbox_id))
+        made: dict[str | None, tuple[SnapshotNode, ...]] = {}
+        for snapshot in reversed(self.taken):
+            node = SnapshotNode(snapshot.id, snapshot, 1000, 50, made.pop(snapshot.id, ()))
+            made[snapshot.parent_id] = (node, *made.get(snapshot.parent_id, ()))
+        return made.get(None, ())
+
+    async def space(self) -> SpaceReport:
+        return SpaceReport(8, 7, 6, 5, 4, 3, None, 1)
+
+    async def collect_garbage(self) -> CollectedSpace:
+        return CollectedSpace(layers=3, bytes=4096)
+
 
 @dataclass
 class FakeTemplates:
-    """One template."""
+    """One template, unless more are given."""
 
     templates: tuple[Template, ...] = (
-        Template("tbase", ("base", "debian"), Path("/nowhere"), 2, 512, 4096, created_at=NOW),
+        Template("tbase", ("base", "debian"), ("sha256:0",), 2, 512, 4096, created_at=NOW),
     )
 
     async def resolve(self, reference: str) -> Template:
@@ -231,8 +342,10 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def control_plane(service: FakeService, **api: Any) -> AsyncIterator[Client]:
+async def control_plane(
+    service: FakeService, templates: FakeTemplates | None = None, **api: Any
+) -> AsyncIterator[Client]:
     """Serve the control plane over a fake service; yields a client of it."""
-    app = create_app(service, FakeTemplates(), make_settings(**api), KEY, domain=DOMAIN)
+    app = create_app(service, templates or FakeTemplates(), make_settings(**api), KEY, domain=DOMAIN)
     async with served(app) as url, aiohttp.ClientSession() as session:
         yield Client(session, url)
