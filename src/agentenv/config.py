@@ -80,6 +80,10 @@ class VmmSettings(_Section):
     """The QEMU program."""
     memory_dir: Path | None = None
     """Where guest memory files of running VMs lie. None: `/dev/shm` if it is a tmpfs with room, else the home."""
+    warm_machines: int = Field(default=4, ge=0)
+    """VMM processes that wait for machines to load, of the kind that was loaded last. Each has a slot. 0: none."""
+    warm_idle_s: float = Field(default=120, gt=0)
+    """They end when nobody asked for one like them for so long, seconds."""
 
 
 class KernelSettings(_Section):
@@ -113,6 +117,13 @@ class StorageSettings(_Section):
     """Layers that a disk may consist of before they are merged in the background."""
 
 
+class SnapshotSettings(_Section):
+    """Snapshots, those that pauses make included."""
+
+    budget_mib: int | None = Field(default=None, gt=0)
+    """What all snapshots of this node may take up on its disk, each layer counted once. None: no limit."""
+
+
 class Settings(BaseSettings):
     """All settings of a node. Make it with `load_settings`, which applies the precedence and words the errors."""
 
@@ -137,6 +148,7 @@ class Settings(BaseSettings):
     kernel: KernelSettings = KernelSettings()
     network: NetworkSettings = NetworkSettings()
     storage: StorageSettings = StorageSettings()
+    snapshots: SnapshotSettings = SnapshotSettings()
 
     @classmethod
     def settings_customise_sources(

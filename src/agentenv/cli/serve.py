@@ -33,6 +33,7 @@ from agentenv.guest.assets import load_assets
 from agentenv.guest.client import GuestAgents
 from agentenv.network.pool import SlotPool
 from agentenv.orchestrator.host import SystemHostProbe
+from agentenv.orchestrator.launch import WarmPool, interface_of
 from agentenv.orchestrator.lock import ServerLock
 from agentenv.orchestrator.orchestrator import Orchestrator
 from agentenv.orchestrator.orphans import HostOrphans
@@ -47,6 +48,7 @@ from agentenv.templates.store import TemplateStore
 from agentenv.vmm.host import filesystem_is_tmpfs
 from agentenv.vmm.memory import choose_memory_dir
 from agentenv.vmm.probe import choose_vmm
+from agentenv.vmm.warm import WaitingVmm, WarmMachines
 
 INTERRUPTED = 130
 """Exit code when the server was told to stop before it was ready."""
@@ -172,10 +174,14 @@ async def _assemble(
     slots = SlotPool(settings.network, settings.home)
     stack.push_async_callback(slots.close)
     templates = TemplateStore(settings.paths, settings, layers)
-    snapshots = SnapshotService(await asyncio.to_thread(LocalSnapshots, settings.paths.snapshots, layers))
+    budget_mib = settings.snapshots.budget_mib
+    snapshots = SnapshotService(
+        await asyncio.to_thread(LocalSnapshots, settings.paths.snapshots, layers, budget_mib=budget_mib)
+    )
     await snapshots.recover()
     saved = SavedMachines(snapshots, layers, disks, assets, vmm.facts)
     stack.push_async_callback(saved.close)
+    warm = _warm_pool(settings, vmm, slots)
     orchestrator = Orchestrator(
         settings,
         vmm=vmm,
@@ -187,15 +193,33 @@ async def _assemble(
         orphans=HostOrphans(settings.paths.sandboxes, memory_dir),
         host=SystemHostProbe(settings.home, memory_dir if filesystem_is_tmpfs(memory_dir) else None),
         saved=saved,
+        warm=warm,
     )
     await orchestrator.start()
     stack.push_async_callback(orchestrator.close, drain=drain)
+    if warm is not None:  # what the last server's pool left is gone now
+        warm.start()
+        stack.push_async_callback(warm.close)
     proxy = SandboxProxy(orchestrator.routes, settings, orchestrator.wake)
     await proxy.start()
     stack.push_async_callback(proxy.close)
     port = listener.getsockname()[1]
     domain = settings.api.advertise_domain or f"{settings.api.domain}:{port}"
     return Ingress(proxy, create_app(orchestrator, templates, settings, api_key, domain=domain))
+
+
+def _warm_pool(settings: Settings, vmm: WaitingVmm, slots: SlotPool) -> WarmPool | None:
+    if settings.vmm.warm_machines == 0:
+        return None
+    return WarmMachines(
+        vmm,
+        settings.paths.sandboxes,
+        lend=slots.acquire,
+        give_back=slots.release,
+        interface_of=interface_of,
+        most=settings.vmm.warm_machines,
+        idle_s=settings.vmm.warm_idle_s,
+    )
 
 
 async def _storage(stack: AsyncExitStack, settings: Settings, blockd: Path) -> tuple[DiskStore, LayerStore]:

@@ -246,6 +246,29 @@ def totals(connection: sqlite3.Connection, *, free: bool) -> Totals:
     return Totals(*connection.execute(query).fetchone())
 
 
+def owned_bytes(connection: sqlite3.Connection, prefix: str, without: str | None) -> int:
+    """Size of the layers of all owners whose name begins so, each counted once.
+
+    Args:
+        connection: of the index.
+        prefix: what begins the names; not empty, ASCII.
+        without: owners whose names begin so do not count; a longer form of `prefix`.
+    """
+    ranges = [(prefix, _behind(prefix))]
+    if without is not None:
+        ranges = [(prefix, without), (_behind(without), _behind(prefix))]
+    # Ranges of the primary key, so that it does not matter how much others own.
+    condition = " OR ".join("owner >= ? AND owner < ?" for _ in ranges)
+    owned = f"SELECT digest FROM layer_references WHERE {condition}"  # noqa: S608
+    query = f"SELECT coalesce(sum(size), 0) FROM layers WHERE digest IN ({owned})"  # noqa: S608
+    return int(connection.execute(query, [end for each in ranges for end in each]).fetchone()[0])
+
+
+def _behind(prefix: str) -> str:
+    """The first text that sorts behind all that begin with a prefix."""
+    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
+
+
 def references(connection: sqlite3.Connection, owner: str) -> tuple[str, ...]:
     """What an owner references, in its order."""
     query = "SELECT digest FROM layer_references WHERE owner = ? ORDER BY position"

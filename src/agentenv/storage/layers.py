@@ -265,6 +265,16 @@ class LayerStore:
             free = layer_index.totals(connection, free=True)
         return StoreUsage(total.layers, total.size_bytes, free.layers, free.size_bytes)
 
+    def owned_bytes(self, prefix: str, *, without: str | None = None) -> int:
+        """Size of the layers that owners with a prefix reference, each counted once.
+
+        Args:
+            prefix: what begins their names, like `template:`.
+            without: owners whose names begin so do not count; a longer form of `prefix`.
+        """
+        with self._index.reading() as connection:
+            return layer_index.owned_bytes(connection, prefix, without)
+
     def collect_garbage(self) -> GarbageReport:
         """Remove what nobody references or leases, and what killed processes left. Safe at any time."""
         report = self.recover()
