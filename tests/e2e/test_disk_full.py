@@ -11,29 +11,16 @@ import pytest
 from e2b import NotEnoughSpaceException, Sandbox, TimeoutException
 
 from harness.server import BUILT_HOME, RunningServer
-from harness.storage import share_built
+from harness.storage import home_with_little_room
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
 
 
 @pytest.fixture
 def small_home(tmp_path: Path) -> Iterator[Path]:
-    """A home on a file system of its own, which holds a copy of what was built and 512 MiB more."""
-    home, image = tmp_path / "home", tmp_path / "image"
-    home.mkdir()
-    shared = [path for name in ("assets", "layers") for path in (BUILT_HOME / name).rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in shared)
-    with image.open("wb") as file:
-        file.truncate(size + (size >> 5) + (512 << 20))
-    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
-    subprocess.run(["mount", "-o", "loop", str(image), str(home)], check=True)
-    try:
-        share_built(BUILT_HOME, home)
-        (home / "config.toml").write_text("[sandbox]\nmin_free_disk_mib = 128\n")
+    home = tmp_path / "home"
+    with home_with_little_room(BUILT_HOME, home, 512, "[sandbox]\nmin_free_disk_mib = 128\n"):
         yield home
-    finally:
-        subprocess.run(["umount", str(home)], check=True)
-        image.unlink()
 
 
 def test_full_node_refuses_and_recovers(small_home: Path) -> None:

@@ -1,18 +1,21 @@
-"""`aenv` as a program that notes each step of its operations in a file, and ends by SIGKILL at one that a test names.
+"""`aenv` as a program that notes each step of its operations, and waits or ends by SIGKILL at one that a test names.
 
 Steps are what the orchestrator writes to the journal, and what it tells the VMM, the disks and the snapshots to do.
-Each counts when it begins, so that the one before it is done and its own effect is not there. Two files in the home:
-`steps` gets a line per step, `die-at` holds how many may still begin. Run by `RunningServer(program=FRAGILE)`.
+Each counts when it begins, so that the one before it is done and its own effect is not there. Files in the home:
+`steps` gets a line per step, `die-at` holds how many may still begin, and a pipe `hold-<step>` holds that step until
+its writer closes it. Run by `RunningServer(program=FRAGILE)`; tests use `Steps`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,15 @@ _HOME = Path(os.environ.get("AENV_HOME", "/nowhere"))
 _STEPS, _DIE_AT = _HOME / "steps", _HOME / "die-at"
 
 
+def _pipe_of(home: Path, step: str) -> Path:
+    return home / f"hold-{step}"
+
+
 class Steps:
     """What a test knows of a fragile server, and tells it."""
 
     def __init__(self, home: Path) -> None:
+        self._home = home
         self._steps, self._die_at = home / "steps", home / "die-at"
 
     def clear(self) -> None:
@@ -43,6 +51,16 @@ class Steps:
         armed = self._die_at.exists()
         self._die_at.unlink(missing_ok=True)
         return armed
+
+    @contextlib.contextmanager
+    def held(self, step: str, begin: Callable[[], object]) -> Iterator[None]:
+        """Begin something that comes to a step (`<kind>.<call>`), and keep it there while the block runs."""
+        pipe = _pipe_of(self._home, step)
+        os.mkfifo(pipe)
+        begin()
+        with pipe.open("wb"):  # opens when the server reads it
+            pipe.unlink()
+            yield
 
 
 def _begin(step: str) -> None:
@@ -63,6 +81,9 @@ def _noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     async def call(self: Any, *arguments: Any, **options: Any) -> Any:
         record = getattr(self, "record", None)
+        pipe = _pipe_of(_HOME, f"{kind}.{function.__name__}")
+        if pipe.exists():
+            await asyncio.to_thread(pipe.read_bytes)
         _begin(f"{kind}.{function.__name__} {Path(record.directory).name if record is not None else ''}".strip())
         return await function(self, *arguments, **options)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,26 @@ def register_image(home: Path, template_id: str, image: Path) -> Template:
         )
         TemplateStore(settings.paths, settings, layers).register(template)
     return template
+
+
+@contextmanager
+def home_with_little_room(built: Path, home: Path, room_mib: int, config: str) -> Iterator[None]:
+    """Make a home on a file system of its own, which holds a copy of what was built and so much more."""
+    image = home.with_suffix(".image")
+    home.mkdir()
+    shared = [path for name in ("assets", "layers") for path in (built / name).rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in shared)
+    with image.open("wb") as file:
+        file.truncate(size + (size >> 5) + (room_mib << 20))
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(home)], check=True)
+    try:
+        share_built(built, home)
+        (home / "config.toml").write_text(config)
+        yield
+    finally:
+        subprocess.run(["umount", str(home)], check=True)
+        image.unlink()
 
 
 def daemons_of(home: Path) -> list[int]:
