@@ -119,15 +119,45 @@ class Client:
         except ValueError as error:
             raise CommandError(f"{self._server.url} does not answer like an AgentENV server") from error
 
+    async def stream(self, path: str, body: object) -> AsyncIterator[Any]:
+        """Post to the control plane and yield the JSON values of the answer, one a line, as they come.
+
+        Raises:
+            CommandError: as `request`; also when the connection ends before the answer does.
+        """
+        headers = {"X-API-KEY": self._server.api_key, "Accept": "application/x-ndjson"}
+        try:
+            async with self._session.post(self._server.url + path, json=body, headers=headers) as response:
+                if response.status >= 400:
+                    raise CommandError(_message_of(await response.read(), response.status))
+                if response.content_type != "application/x-ndjson":
+                    for value in await response.json():
+                        yield value
+                    return
+                buffer = b""
+                async for chunk in response.content.iter_any():
+                    *lines, buffer = (buffer + chunk).split(b"\n")
+                    for line in lines:
+                        yield json.loads(line)
+        except aiohttp.ClientError as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CommandError(f"the connection to the server at {self._server.url} failed: {reason}") from error
+        except ValueError as error:
+            raise CommandError(f"{self._server.url} does not answer like an AgentENV server") from error
+
     async def list_sandboxes(self, query: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
         """All sandboxes, over all pages."""
+        return await self.list_all("/v2/sandboxes", query)
+
+    async def list_all(self, path: str, query: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+        """All items of a list, over all pages."""
         found: list[dict[str, Any]] = []
         token: str | None = None
         while True:
             parameters = dict(query or {})
             if token:
                 parameters["nextToken"] = token
-            page, headers = await self.request("GET", "/v2/sandboxes", query=parameters)
+            page, headers = await self.request("GET", path, query=parameters)
             found.extend(page)
             token = headers.get("X-Next-Token")
             if not token:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from agentenv import __version__
-from agentenv.cli import assets, copy, doctor, execute, layer, sandboxes
+from agentenv.cli import assets, copy, doctor, execute, layer, sandboxes, snapshots, space
 from agentenv.cli.connection import CommandError
 from agentenv.cli.output import write
 from agentenv.errors import AgentEnvError
@@ -47,10 +47,16 @@ app.command()(sandboxes.logs)
 app.command()(sandboxes.pause)
 app.command()(sandboxes.resume)
 app.command()(sandboxes.rm)
+app.command()(snapshots.snapshot)
+app.command()(snapshots.fork)
+app.command()(snapshots.rollback)
 app.command(context_settings={"ignore_unknown_options": True})(sandboxes.timeout)
+app.command()(space.du)
+app.command()(space.gc)
 app.command()(doctor.doctor)
 app.command()(assets.env)
 app.command()(assets.home)
+app.add_typer(snapshots.app, name="snapshots")
 app.add_typer(assets.app, name="assets")
 app.add_typer(layer.app, name="layer")
 

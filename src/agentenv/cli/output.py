@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -48,6 +49,36 @@ def shown(value: object) -> str:
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in str(value)
     )
+
+
+def instant(text: str) -> datetime:
+    """A time as the API writes it."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))
+
+
+def span(duration: timedelta) -> str:
+    """A duration for people, of two units at most; none is below zero."""
+    minutes, seconds = divmod(max(0, int(duration.total_seconds())), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, day_hours = divmod(hours, 24)
+    if days > 1:
+        return f"{days}d {day_hours:02}h"
+    return f"{hours}h {minutes:02}m" if hours else f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"
+
+
+def ago(text: str) -> str:
+    """How long ago a time of the API was."""
+    return f"{span(datetime.now(UTC) - instant(text))} ago"
+
+
+def size_text(size: int) -> str:
+    """A number of bytes for people."""
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{size} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
 
 
 def write(text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
@@ -15,17 +15,21 @@ from agentenv.cli.connection import Client, CommandError, connect, sandbox_path
 from agentenv.cli.output import (
     OutputFormat,
     OutputOption,
+    ago,
+    instant,
     print_fields,
     print_json,
     print_rows,
     shown,
+    span,
     wants_json,
     write,
 )
 
 SandboxArgument = Annotated[str, typer.Argument(metavar="SANDBOX", help="The sandbox id.")]
 
-_HIDDEN = ("envdAccessToken", "trafficAccessToken", "clientID")
+HIDDEN_FIELDS = ("envdAccessToken", "trafficAccessToken", "clientID")
+"""Of sandboxes: secrets, and what means nothing. Never printed."""
 
 
 def parse_pairs(pairs: list[str], option: str) -> dict[str, str]:
@@ -40,13 +44,14 @@ def parse_pairs(pairs: list[str], option: str) -> dict[str, str]:
 
 
 def start(
-    template: Annotated[str, typer.Argument(help="Template to start from.")] = "base",
+    template: Annotated[str, typer.Argument(help="Template or snapshot to start from.")] = "base",
     timeout: Annotated[int, typer.Option("-t", "--timeout", help="Seconds until it ends.", min=1)] = 300,
     env: Annotated[list[str] | None, typer.Option("-e", "--env", help="KEY=VALUE for every process.")] = None,
     metadata: Annotated[list[str] | None, typer.Option("-m", "--metadata", help="KEY=VALUE to find it by.")] = None,
     no_internet: Annotated[bool, typer.Option("--no-internet", help="Close the network.")] = False,
     auto_pause: Annotated[bool, typer.Option("--auto-pause", help="Pause it at its end, do not end it.")] = False,
     auto_resume: Annotated[bool, typer.Option("--auto-resume", help="With --auto-pause: traffic resumes it.")] = False,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Boot from the disk of a snapshot.")] = False,
     output: OutputOption = None,
 ) -> None:
     """Start a sandbox and print its id (with -o json: all that the server says of it)."""
@@ -58,6 +63,8 @@ def start(
     }
     if no_internet:
         body["allow_internet_access"] = False
+    if no_memory:
+        body["memory"] = False
     if auto_resume and not auto_pause:
         raise CommandError("--auto-resume needs --auto-pause", exit_code=2)
     if auto_pause:
@@ -67,7 +74,7 @@ def start(
         async with connect() as client:
             created, _ = await client.request("POST", "/v2/sandboxes", body=body)
         if output is OutputFormat.JSON:
-            print_json({key: value for key, value in created.items() if key not in _HIDDEN})
+            print_json({key: value for key, value in created.items() if key not in HIDDEN_FIELDS})
         else:
             write(created["sandboxID"] + "\n")
 
@@ -91,10 +98,7 @@ def ls(
         async with connect() as client:
             rows = await client.list_sandboxes(query)
         if not wants_json(output):
-            rows = [
-                {**row, "left": _left(row), "started": f"{_span(datetime.now(UTC) - _instant(row['startedAt']))} ago"}
-                for row in rows
-            ]
+            rows = [{**row, "left": _left(row), "started": ago(row["startedAt"])} for row in rows]
         columns = {
             "sandboxID": "ID",
             "templateID": "TEMPLATE",
@@ -116,7 +120,7 @@ def info(sandbox: SandboxArgument, output: OutputOption = None) -> None:
     async def run() -> None:
         async with connect() as client:
             found, _ = await client.request("GET", sandbox_path(sandbox))
-        print_fields({key: value for key, value in found.items() if key not in _HIDDEN}, output)
+        print_fields({key: value for key, value in found.items() if key not in HIDDEN_FIELDS}, output)
 
     asyncio.run(run())
 
@@ -226,7 +230,7 @@ def logs(
                 for entry in entries:
                     _print_log(entry, as_json=wants_json(output))
                 if entries:
-                    start_ms = int(_instant(entries[-1]["timestamp"]).timestamp() * 1000) + 1
+                    start_ms = int(instant(entries[-1]["timestamp"]).timestamp() * 1000) + 1
                 if not follow:
                     return
                 await asyncio.sleep(0.4)  # the API has no push; this is the interval that the E2B CLI polls at
@@ -240,19 +244,9 @@ def _print_log(entry: dict[str, Any], *, as_json: bool) -> None:
     else:
         fields = entry.get("fields") or {}
         rest = " ".join(f"{key}={value}" for key, value in fields.items() if key not in ("logger", "level"))
-        moment = _instant(entry["timestamp"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
+        moment = instant(entry["timestamp"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
         write(f"{moment} {entry['level']:5} {shown(entry['message'])} {rest}".rstrip() + "\n")
 
 
-def _instant(text: str) -> datetime:
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))
-
-
 def _left(row: dict[str, Any]) -> str:
-    return _span(_instant(row["endAt"]) - datetime.now(UTC)) if row["state"] == "running" else ""
-
-
-def _span(duration: timedelta) -> str:
-    minutes, seconds = divmod(max(0, int(duration.total_seconds())), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02}m" if hours else f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"
+    return span(instant(row["endAt"]) - datetime.now(UTC)) if row["state"] == "running" else ""
