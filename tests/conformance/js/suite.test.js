@@ -209,6 +209,74 @@ describe('official JavaScript SDK', { timeout: 20 * MINUTE }, () => {
     assert.ok(metrics[0].cpuCount >= 1)
   })
 
+  it('takes snapshots, creates from them and deletes them once', async () => {
+    const path = `/home/user/${randomUUID()}`
+    await sandbox.files.write(path, 'before')
+    const process = await sandbox.commands.run('sleep 5000', { background: true, timeoutMs: 0 })
+    const name = `js-${randomUUID().slice(0, 8)}`
+    const first = await sandbox.createSnapshot({ name })
+    assert.deepEqual(first.names, [`${name}:default`])
+    await sandbox.files.write(path, 'after')
+    const second = await sandbox.createSnapshot({ name })
+    assert.equal(second.snapshotId, first.snapshotId)
+    const listed = await Sandbox.listSnapshots({ sandboxId: sandbox.sandboxId }).nextItems()
+    assert.equal(listed.length, 2)
+    const older = listed.find((one) => one.snapshotId !== second.snapshotId)
+
+    const copy = await Sandbox.create(older.snapshotId, { timeoutMs: 5 * MINUTE })
+    try {
+      assert.notEqual(copy.sandboxId, sandbox.sandboxId)
+      assert.equal(await copy.files.read(path), 'before')
+      assert.ok((await copy.commands.list()).some((one) => one.pid === process.pid))
+    } finally {
+      await copy.kill()
+    }
+    for (const { snapshotId } of listed) assert.equal(await Sandbox.deleteSnapshot(snapshotId), true)
+    assert.equal(await Sandbox.deleteSnapshot(second.snapshotId), false)
+    assert.deepEqual(await Sandbox.listSnapshots({ sandboxId: sandbox.sandboxId }).nextItems(), [])
+    await process.kill()
+  })
+
+  it('forks', async () => {
+    const path = `/home/user/${randomUUID()}`
+    await sandbox.files.write(path, 'of the source')
+    const forks = await sandbox.fork({ count: 2, timeoutMs: 5 * MINUTE })
+    try {
+      assert.equal(forks.length, 2)
+      const seen = new Set([sandbox.sandboxId])
+      for (const fork of forks) {
+        assert.ok(fork instanceof Sandbox, String(fork))
+        seen.add(fork.sandboxId)
+        assert.equal(await fork.files.read(path), 'of the source')
+        assert.deepEqual((await fork.getInfo()).metadata, { suite: 'js' })
+      }
+      assert.equal(seen.size, 3)
+    } finally {
+      for (const fork of forks) if (fork instanceof Sandbox) await fork.kill()
+    }
+    assert.equal(await sandbox.files.read(path), 'of the source')
+  })
+
+  it('pauses at the end and is woken by traffic', async () => {
+    const paused = await Sandbox.create({
+      timeoutMs: 5 * MINUTE,
+      lifecycle: { onTimeout: 'pause', autoResume: true },
+    })
+    try {
+      await paused.files.write('/home/user/kept', 'before')
+      await paused.setTimeout(1000)
+      while ((await paused.getInfo()).state !== 'paused');
+      assert.equal(await paused.files.read('/home/user/kept'), 'before')
+      assert.equal(await paused.pause(), true)
+      assert.equal(await paused.pause(), false)
+      await assert.rejects(paused.createSnapshot())
+      await assert.rejects(paused.fork())
+      assert.equal(await (await Sandbox.connect(paused.sandboxId)).files.read('/home/user/kept'), 'before')
+    } finally {
+      assert.equal(await paused.kill(), true)
+    }
+  })
+
   it('notices a dead sandbox', async () => {
     const short = await Sandbox.create({ timeoutMs: 2 * MINUTE })
     assert.equal(await short.isRunning(), true)
