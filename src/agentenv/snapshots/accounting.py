@@ -39,6 +39,10 @@ class UsageReport:
     snapshots: tuple[SnapshotUsage, ...]
     total_bytes: int
     """Each layer counted once."""
+    named_bytes: int
+    """Of those that are not hidden, each layer counted once."""
+    hidden_bytes: int
+    """Of those that paused sandboxes are kept in, each layer counted once. Some are in both sums."""
     budget_bytes: int | None
     """None: there is no limit."""
 
@@ -93,10 +97,9 @@ def usage(
     """
     users = Counter(layer.digest for manifest in manifests for layer in manifest.layers)
     costs = []
-    total = sum({layer.digest: layer.size for manifest in manifests for layer in manifest.layers}.values())
+    files = {manifest.snapshot_id: file_bytes(manifest.snapshot_id) for manifest in manifests}
     for manifest in manifests:
-        exclusive = file_bytes(manifest.snapshot_id)
-        total += exclusive
+        exclusive = files[manifest.snapshot_id]
         shared = 0
         only_us = {owner_of(manifest.snapshot_id)}
         for layer in manifest.layers:
@@ -105,4 +108,16 @@ def usage(
             else:
                 shared += layer.size
         costs.append(SnapshotUsage(manifest.snapshot_id, exclusive, shared))
-    return UsageReport(tuple(costs), total, budget_bytes)
+
+    def together(some: Iterable[SnapshotManifest]) -> int:
+        chosen = tuple(some)
+        layers = {layer.digest: layer.size for manifest in chosen for layer in manifest.layers}
+        return sum(layers.values()) + sum(files[manifest.snapshot_id] for manifest in chosen)
+
+    return UsageReport(
+        tuple(costs),
+        together(manifests),
+        together(manifest for manifest in manifests if not manifest.hidden),
+        together(manifest for manifest in manifests if manifest.hidden),
+        budget_bytes,
+    )

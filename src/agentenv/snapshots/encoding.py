@@ -94,7 +94,7 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 def _body(manifest: SnapshotManifest) -> dict[str, Any]:
-    return {
+    body = {
         "snapshot_id": manifest.snapshot_id,
         "created_at": manifest.created_at.isoformat(),
         "kind": manifest.kind.value,
@@ -122,6 +122,9 @@ def _body(manifest: SnapshotManifest) -> dict[str, Any]:
         "env": dict(manifest.env),
         "metadata": dict(manifest.metadata),
     }
+    if manifest.own_template_id is not None:  # older programs know no such field, and need not where there is none
+        body["own_template_id"] = manifest.own_template_id
+    return body
 
 
 def _environment(environment: Environment) -> dict[str, Any]:
@@ -141,6 +144,7 @@ def _read(fields: Fields) -> SnapshotManifest:
         template_id=fields.text("template_id", longest=256),
         parent_id=fields.optional_text("parent_id"),
         names=fields.texts("names"),
+        own_template_id=fields.text_if_there("own_template_id"),
         machine=fields.record("machine", _read_machine),
         environment=fields.optional_record("environment", _read_environment),
         agent_version=fields.text("agent_version", longest=64),

@@ -105,6 +105,10 @@ class Fields:
     def optional_text(self, name: str) -> str | None:
         return None if self.is_null(name) else self.text(name)
 
+    def text_if_there(self, name: str) -> str | None:
+        """A text, or None where there is no such field: of one that older versions did not write."""
+        return self.text(name) if name in self._values else None
+
     def optional_record(self, name: str, read: Callable[[Fields], T]) -> T | None:
         return None if self.is_null(name) else self.record(name, read)
 

@@ -54,6 +54,16 @@ class SnapshotDirectory:
         except OSError as error:
             raise worded(error, f"cannot look for {self.manifest_path}") from error
 
+    def signature(self) -> tuple[int, ...] | None:
+        """What tells this manifest from one that took its place; None when there is none."""
+        try:
+            found = self.manifest_path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise worded(error, f"cannot look for {self.manifest_path}") from error
+        return (found.st_ino, found.st_mtime_ns, found.st_size) if stat.S_ISREG(found.st_mode) else None
+
     def read(self) -> SnapshotManifest:
         """Read the manifest.
 

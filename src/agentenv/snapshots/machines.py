@@ -23,6 +23,7 @@ from agentenv.errors import LayerError, SnapshotError, SnapshotMismatchError, Sn
 from agentenv.guest.assets import GuestAssets
 from agentenv.snapshots.compatibility import NodeFacts, features_digest, mismatches
 from agentenv.snapshots.manifest import (
+    HIDDEN_PREFIX,
     Environment,
     LayerReference,
     MachineShape,
@@ -38,8 +39,6 @@ from agentenv.vmm.process import finish_in_thread
 
 log = structlog.get_logger(__name__)
 
-HIDDEN_PREFIX = "pause-"
-"""Begins the ids of snapshots that belong to one sandbox, and that no caller ever names."""
 MOST_MEMORY_LAYERS = 8
 """A stack of this depth is not put upon: the next image is stored whole, so that loading it stays quick."""
 _TRIES = 5
@@ -259,15 +258,20 @@ class SavedMachines:
         return await self._snapshots.get(snapshot_id)
 
     async def delete(self, snapshot_id: str) -> None:
-        """Delete a snapshot; the space of its layers comes back a little later. Idempotent.
-
-        Raises:
-            AgentEnvError: it cannot be deleted.
-        """
+        """`remove` that does not mind when there is none."""
         try:
-            await self._snapshots.delete(snapshot_id)
+            await self.remove(snapshot_id)
         except SnapshotNotFoundError:
             return
+
+    async def remove(self, snapshot_id: str) -> None:
+        """Delete a snapshot; the space of its layers comes back a little later.
+
+        Raises:
+            SnapshotNotFoundError: there is none.
+            AgentEnvError: it cannot be deleted.
+        """
+        await self._snapshots.delete(snapshot_id)
         self._garbage = True
         if self._collecting is None or self._collecting.done():
             self._collecting = asyncio.get_running_loop().create_task(self._collect(), name="snapshot-garbage")

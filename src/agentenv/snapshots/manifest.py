@@ -17,6 +17,13 @@ from agentenv.errors import SnapshotError
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 SNAPSHOT_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 FILE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+TEMPLATE_ID = re.compile(r"[a-z0-9_-]{1,128}")
+NAME = re.compile(r"([a-z0-9_-]{1,128}):([a-z0-9_.-]{1,128})")
+"""`alias:tag`."""
+UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""The form of ids of named snapshots, which no alias and no tag may have."""
+HIDDEN_PREFIX = "pause-"
+"""Begins the ids of snapshots that belong to one sandbox, and that no caller ever names."""
 MOST_LAYERS = 1024
 """Of memory, and of a disk."""
 MOST_VCPUS = 1024
@@ -135,6 +142,11 @@ class SnapshotManifest:
         self._check()
 
     @property
+    def hidden(self) -> bool:
+        """Whether it belongs to one sandbox, and no caller ever sees it."""
+        return self.snapshot_id.startswith(HIDDEN_PREFIX)
+
+    @property
     def layers(self) -> tuple[LayerReference, ...]:
         """Every layer once: those of memory, then those of the disk."""
         return tuple(dict.fromkeys((*self.memory_layers, *self.disk_layers)))
@@ -172,6 +184,14 @@ class SnapshotManifest:
             _require(0 < self.state.size <= LARGEST_FILE, "state.size", "is no size of a file")
             _require(DIGEST.fullmatch(self.state.digest), "state.digest", "is no sha256 digest")
         _require(len(set(self.names)) == len(self.names), "names", "has one twice")
+        for position, name in enumerate(self.names):
+            match = NAME.fullmatch(name)
+            _require(match, f"names[{position}]", "is no 'alias:tag'")
+            is_id = match is not None and any(UUID.fullmatch(part) for part in match.groups())
+            _require(not is_id, f"names[{position}]", "has the form of an id")
+        if self.own_template_id is not None:
+            _require(TEMPLATE_ID.fullmatch(self.own_template_id), "own_template_id", "is no id of a template")
+            _require(not UUID.fullmatch(self.own_template_id), "own_template_id", "has the form of a snapshot's id")
 
 
 def _check_layers(layers: Iterable[LayerReference], name: str) -> None:

@@ -26,7 +26,9 @@ from agentenv.errors import (
 from agentenv.snapshots import accounting
 from agentenv.snapshots.account import Account
 from agentenv.snapshots.accounting import SnapshotNode, UsageReport
+from agentenv.snapshots.changes import ChangeCounter
 from agentenv.snapshots.files import SnapshotDirectory, worded
+from agentenv.snapshots.index import DamagedSnapshot, Signature, SnapshotIndex, SnapshotObserver
 from agentenv.snapshots.manifest import SNAPSHOT_ID, SnapshotManifest, StateFile
 from agentenv.snapshots.ports import OWNER_PREFIX, SnapshotLayers, owner_of
 from agentenv.storage.layers import StoredLayer
@@ -35,14 +37,6 @@ log = structlog.get_logger(__name__)
 
 _LOCK_NAME = ".lock"
 _MIB = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class DamagedSnapshot:
-    """A snapshot whose manifest cannot be read. Its layers are kept: it may be mended, or deleted."""
-
-    snapshot_id: str
-    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +127,14 @@ class LocalSnapshots:
         self._layers = layers
         self._budget = None if budget_mib is None else budget_mib * _MIB
         self._account = Account()
-        self._read: dict[str, SnapshotManifest] = {}
-        """Manifests never change, so each is read once; whether it is still there is looked at every time."""
+        self._index = SnapshotIndex()
+        if self._budget is not None:
+            self._index.watch(self._account)
+        self._counter = ChangeCounter(self._directory / _LOCK_NAME)
+        self._seen: int | None = None
+        """What the counter was when the index was what there is. None: look at everything."""
+        self._begun: int | None = None
+        """What the counter is while a thread of ours changes something."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -180,7 +180,8 @@ class LocalSnapshots:
         """
         if self._budget is None:
             return
-        used = self._account.update(self._names(), self._readable)
+        self.refresh()
+        used = self._account.total
         if used + size > self._budget:
             raise InsufficientStorageError(
                 f"the snapshots of this node take {used / _MIB:.0f} MiB, and with {size / _MIB:.1f} MiB more they "
@@ -196,26 +197,40 @@ class LocalSnapshots:
             SnapshotError: its manifest is damaged.
         """
         directory = SnapshotDirectory(self._directory, snapshot_id)
-        known = self._read.get(snapshot_id)
-        if known is not None and directory.exists():
-            return known
-        self._read.pop(snapshot_id, None)
-        manifest = directory.read()
-        self._read[snapshot_id] = manifest
-        return manifest
+        self.refresh()
+        known = self._index.find(snapshot_id)
+        signature = directory.signature()
+        if known is not None and known[0] == signature:
+            return known[1]
+        if known is not None or signature is not None:  # changed by hand, or just now
+            with self._index.lock:
+                self._seen = None
+        return directory.read()
+
+    def refresh(self) -> None:
+        """Take in what other processes changed. Looks at the files of snapshots only when one did.
+
+        What was changed by hand is noticed when somebody asks for that snapshot by its id, or by `scan`.
+        """
+        with self._index.lock:
+            if not self._is_seen(self._count()):
+                self.scan()
 
     def scan(self) -> tuple[tuple[SnapshotManifest, ...], tuple[DamagedSnapshot, ...]]:
-        """All snapshots, the oldest first, and those that cannot be read."""
-        found, damaged = [], []
-        for name in self._names():
-            try:
-                found.append(self.get(name))
-            except SnapshotNotFoundError:
-                continue
-            except SnapshotError as error:
-                damaged.append(DamagedSnapshot(name, error.message))
-        found.sort(key=lambda manifest: (manifest.created_at, manifest.snapshot_id))
-        return tuple(found), tuple(damaged)
+        """Look at everything. Returns all snapshots, the oldest first, and those that cannot be read."""
+        with self._index.lock:
+            count = self._count()
+            self._index.compare(self._present(), lambda name: SnapshotDirectory(self._directory, name).read())
+            if count == self._begun:
+                # What our thread changes now, it takes in itself.
+                self._seen = count - 1
+            else:
+                self._seen = None if count % 2 else count
+            return self._index.manifests(), self._index.damaged()
+
+    def watch(self, observer: SnapshotObserver) -> None:
+        """Have an observer told of all snapshots: of those that are known now at once, of others by `refresh`."""
+        self._index.watch(observer)
 
     def ids(self) -> tuple[str, ...]:
         """Ids of all snapshots and drafts, in order, those that cannot be read included."""
@@ -223,17 +238,16 @@ class LocalSnapshots:
 
     def list(self) -> tuple[SnapshotManifest, ...]:
         """All snapshots that can be read, the oldest first. The others are logged."""
-        found, damaged = self.scan()
-        for snapshot in damaged:
-            log.warning("snapshot_damaged", snapshot=snapshot.snapshot_id, problem=snapshot.problem)
-        return found
+        with self._index.lock:
+            self.refresh()
+            return self._index.manifests()
 
     def tree(self) -> tuple[SnapshotNode, ...]:
-        """The roots of the family tree."""
-        return accounting.family_tree(self.list())
+        """The roots of the family tree of all that are not hidden."""
+        return accounting.family_tree(manifest for manifest in self.list() if not manifest.hidden)
 
     def usage(self) -> UsageReport:
-        """What each snapshot costs, and all together."""
+        """What each snapshot costs, hidden ones, too, and all together."""
         return accounting.usage(self.list(), self._layers.owners, self._file_bytes, self._budget)
 
     def delete(self, snapshot_id: str) -> None:
@@ -246,9 +260,9 @@ class LocalSnapshots:
             SnapshotNotFoundError: there is none.
         """
         directory = SnapshotDirectory(self._directory, snapshot_id)
-        with self._locked():
+        with self._changing():
             directory.remove_manifest()
-            self._read.pop(snapshot_id, None)
+            self._index.remove(snapshot_id)
             self._layers.drop(owner_of(snapshot_id))
             directory.remove_if_left()
 
@@ -334,7 +348,8 @@ class LocalSnapshots:
     def recover(self) -> Recovery:
         """Clear what killed processes left, and mend references. For the start of a server; safe at any time."""
         removed, dropped, referenced = [], [], []
-        with self._locked():
+        # Counts as a change, so that one that was killed within counts no more.
+        with self._changing():
             for name in self._names():
                 directory = SnapshotDirectory(self._directory, name)
                 if not directory.exists() and directory.remove_if_left():
@@ -352,9 +367,8 @@ class LocalSnapshots:
                 if self._mend_references(manifest):
                     referenced.append(manifest.snapshot_id)
             except LayerError as error:
+                log.warning("snapshot_damaged", snapshot=manifest.snapshot_id, problem=error.message)
                 damaged = (*damaged, DamagedSnapshot(manifest.snapshot_id, error.message))
-        for snapshot in damaged:
-            log.warning("snapshot_damaged", snapshot=snapshot.snapshot_id, problem=snapshot.problem)
         result = Recovery(tuple(removed), tuple(dropped), tuple(referenced), damaged)
         if removed or dropped or referenced:
             log.info("snapshots_recovered", removed=removed, dropped=dropped, referenced=referenced)
@@ -372,28 +386,50 @@ class LocalSnapshots:
         return True
 
     def _commit(self, directory: SnapshotDirectory, manifest: SnapshotManifest) -> None:
-        with self._locked():
+        with self._changing():
             self._check_budget(directory, manifest)
             self._layers.set_references(
                 owner_of(manifest.snapshot_id), tuple(layer.digest for layer in manifest.layers), durable=True
             )
             directory.write_manifest(manifest)
-        self._read[manifest.snapshot_id] = manifest
+            self._take_in(directory, manifest)
 
     def _check_budget(self, directory: SnapshotDirectory, manifest: SnapshotManifest) -> None:
         if self._budget is None:
             return
-        self._account.update(self._names(), self._readable)
+        self.refresh()
         self.ensure_room(self._account.added_by(manifest.layers) + directory.disk_bytes())
 
-    def _readable(self, snapshot_id: str) -> SnapshotManifest | None:
+    def _take_in(self, directory: SnapshotDirectory, manifest: SnapshotManifest) -> None:
+        """A snapshot that exists from now on; nothing that fails here may say that it does not."""
         try:
-            return self.get(snapshot_id)
-        except (SnapshotNotFoundError, SnapshotError):  # a draft, or a damaged one, which `list` reports
-            return None
+            signature = directory.signature()
+        except AgentEnvError as error:
+            log.warning("snapshot_not_looked_at", snapshot=manifest.snapshot_id, error=error.message)
+            signature = None
+        with self._index.lock:
+            if signature is None:
+                self._seen = None
+            else:
+                self._index.add(manifest, signature)
 
     def _file_bytes(self, snapshot_id: str) -> int:
         return SnapshotDirectory(self._directory, snapshot_id).disk_bytes()
+
+    def _present(self) -> Iterator[tuple[str, Signature]]:
+        for name in self._names():
+            signature = SnapshotDirectory(self._directory, name).signature()
+            if signature is not None:
+                yield name, signature
+
+    def _count(self) -> int:
+        try:
+            return self._counter.read()
+        except OSError as error:
+            raise worded(error, f"cannot look into the directory of snapshots {self._directory}") from error
+
+    def _is_seen(self, count: int) -> bool:
+        return self._seen is not None and (self._seen == count or (self._begun == count and self._seen == count - 1))
 
     def _names(self) -> tuple[str, ...]:
         try:
@@ -410,3 +446,32 @@ class LocalSnapshots:
             except OSError as error:
                 raise worded(error, f"cannot lock the directory of snapshots {self._directory}") from error
             yield
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Let others know that a snapshot appears or goes. The body keeps the index in step, or fails."""
+        with self._locked():
+            try:
+                begun = self._counter.begin()
+            except OSError as error:
+                raise worded(error, f"cannot change the directory of snapshots {self._directory}") from error
+            with self._index.lock:
+                self._begun = begun
+            in_step = False
+            try:
+                yield
+                in_step = True
+            finally:
+                self._end_change(begun, in_step=in_step)
+
+    def _end_change(self, begun: int, *, in_step: bool) -> None:
+        with self._index.lock:
+            was_seen = self._is_seen(begun)
+            self._begun = None
+            try:
+                count = self._counter.end(begun)
+            except OSError as error:  # then all processes look at everything each time, until the next change
+                log.warning("snapshot_change_not_counted", error=str(error))
+                return
+            if was_seen and in_step:
+                self._seen = count

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from agentenv.snapshots.accounting import SnapshotNode, UsageReport
+from agentenv.snapshots.index import SnapshotObserver
 from agentenv.snapshots.manifest import SnapshotManifest, StateFile
 from agentenv.snapshots.repository import LocalSnapshots, Recovery, SnapshotDraft, SnapshotLease
 from agentenv.vmm.process import finish_in_thread
@@ -58,6 +59,12 @@ class SnapshotService:
 
     async def get(self, snapshot_id: str) -> SnapshotManifest:
         return await _finish(lambda: self._snapshots.get(snapshot_id))
+
+    def watch(self, observer: SnapshotObserver) -> None:
+        self._snapshots.watch(observer)
+
+    async def refresh(self) -> None:
+        await _finish(self._snapshots.refresh)
 
     async def list(self) -> tuple[SnapshotManifest, ...]:
         return await _finish(self._snapshots.list)

@@ -160,8 +160,7 @@ class TemplateStore:
 
     async def taken(self) -> frozenset[str]:
         """Ids and names of the templates that are no snapshots: no snapshot may be called so."""
-        own = await asyncio.to_thread(self._list)
-        return frozenset(name for template in own for name in (template.template_id, *template.names))
+        return await asyncio.to_thread(self._taken)
 
     def find(self, template_id: str) -> Template | None:
         """The template of exactly this id, read at once (blocking)."""
@@ -207,6 +206,12 @@ class TemplateStore:
         except OSError as error:
             raise AssetError(f"template {template.template_id} cannot be written: {error.strerror}") from error
         self._layers.set_references(owner, template.layers)
+
+    def _taken(self) -> frozenset[str]:
+        # Those that cannot be read have at least the name of their directory.
+        directories = (manifest.parent.name for manifest in self._directory.glob(f"*/{MANIFEST}"))
+        names = (name for template in self._list() for name in (template.template_id, *template.names))
+        return frozenset((*directories, *names))
 
     def _list(self) -> tuple[Template, ...]:
         templates = []
