@@ -5,7 +5,7 @@ No implementation lives here; `orchestrator.Orchestrator` is the one that the se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Protocol
 
@@ -89,8 +89,18 @@ class SnapshotService(Protocol):
         """Take a snapshot of a running sandbox, which goes on; when this returns it can be used."""
         ...
 
-    async def fork(self, sandbox_id: str, *, count: int, timeout_s: int) -> Sequence[Sandbox | AgentEnvError]:
-        """Make so many copies of a running sandbox, which goes on; each one is ready, or failed by itself."""
+    async def fork(
+        self,
+        sandbox_id: str,
+        *,
+        count: int,
+        timeout_s: int,
+        on_result: Callable[[Sandbox | AgentEnvError], None] | None = None,
+    ) -> Sequence[Sandbox | AgentEnvError]:
+        """Make so many copies of a running sandbox, which goes on; each one is ready, or failed by itself.
+
+        `on_result` is told each as soon as it is known, in whatever order. A cancelled call leaves no copy.
+        """
         ...
 
     async def rollback(self, sandbox_id: str, reference: str) -> Sandbox:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -115,6 +115,8 @@ class FakeService:
     taken: list[SnapshotInfo] = field(default_factory=list)
     fork_failures: dict[int, AgentEnvError] = field(default_factory=dict)
     """By the number of the copy."""
+    fork_pauses_at: int = 0
+    """The copy before which it fails, or never ends, as told."""
 
     def reset(self) -> None:
         vars(self).update(vars(FakeService()))
@@ -224,11 +226,24 @@ class FakeService:
         self.taken.append(make_snapshot(number, name=tagged, sandbox_id=sandbox.id, kind=kind))
         return self.taken[-1]
 
-    async def fork(self, sandbox_id: str, *, count: int, timeout_s: int) -> list[Sandbox | AgentEnvError]:
+    async def fork(
+        self,
+        sandbox_id: str,
+        *,
+        count: int,
+        timeout_s: int,
+        on_result: Callable[[Sandbox | AgentEnvError], None] | None = None,
+    ) -> list[Sandbox | AgentEnvError]:
         self._running(sandbox_id)
         self.calls.append(("fork", (count, timeout_s)))
-        await self._perhaps()
-        return [self.fork_failures.get(number) or self.add(make_sandbox(new_sandbox_id())) for number in range(count)]
+        results: list[Sandbox | AgentEnvError] = []
+        for number in range(count):
+            if number == self.fork_pauses_at:
+                await self._perhaps()
+            results.append(self.fork_failures.get(number) or self.add(make_sandbox(new_sandbox_id())))
+            if on_result is not None:
+                on_result(results[-1])
+        return results
 
     async def rollback(self, sandbox_id: str, reference: str) -> Sandbox:
         sandbox = self._running(sandbox_id)

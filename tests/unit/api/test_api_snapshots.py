@@ -170,6 +170,63 @@ async def test_a_client_that_leaves_amid_a_fork_ends_it(client: Client, service:
     await service.cancelled.wait()
 
 
+LINES = {"Accept": "application/x-ndjson"}
+
+
+async def test_a_fork_tells_each_result_as_it_comes(client: Client, service: FakeService, sandbox_id: str) -> None:
+    service.fork_failures = {0: TooManyRequestsError("all places are taken")}
+    answer = await client("POST", f"/sandboxes/{sandbox_id}/fork", json={"count": 3}, headers=LINES)
+    assert (answer.status, answer.headers["Content-Type"]) == (201, "application/x-ndjson")
+    entries = [json.loads(line) for line in answer.raw.splitlines()]
+    assert entries[0] == {"error": {"code": 429, "message": "all places are taken"}}
+    assert [service.get(entry["sandbox"]["sandboxID"]).id for entry in entries[1:]] == list(service.sandboxes)[1:]
+
+    service.slow, service.fork_pauses_at = asyncio.Event(), 2
+    async with client.session.post(
+        f"{client.url}/sandboxes/{sandbox_id}/fork", json={"count": 3}, headers={**LINES, "X-API-KEY": KEY}
+    ) as response:
+        early = [json.loads(await response.content.readline()) for _ in range(2)]
+        await service.slow.wait()
+        assert [set(entry) for entry in early] == [{"error"}, {"sandbox"}]
+        assert not service.cancelled.is_set()
+    await service.cancelled.wait()
+
+
+async def test_a_fork_that_fails_as_a_whole_is_an_error(client: Client, service: FakeService, sandbox_id: str) -> None:
+    service.fail_with = CapacityError("busy")
+    answer = await client("POST", f"/sandboxes/{sandbox_id}/fork", json={"count": 3}, headers=LINES)
+    assert (answer.status, answer.json["message"]) == (503, "busy")
+    assert (await client("POST", "/sandboxes/inone/fork", headers=LINES)).status == 404
+    assert (await client("POST", f"/sandboxes/{sandbox_id}/fork", json={"count": 0}, headers=LINES)).status == 400
+
+
+async def test_who_has_all_results_may_leave_at_once(
+    client: Client, service: FakeService, sandbox_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+
+    async def fork(sandbox_id: str, *, count: int, timeout_s: int, on_result: Any) -> list[Any]:
+        for _ in range(count):
+            on_result(make_sandbox())
+        try:
+            await asyncio.wait_for(ended.wait(), 60)
+        except asyncio.CancelledError:
+            service.cancelled.set()
+            raise
+        return []
+
+    monkeypatch.setattr(service, "fork", fork)
+    async with client.session.post(
+        f"{client.url}/sandboxes/{sandbox_id}/fork", json={"count": 2}, headers={**LINES, "X-API-KEY": KEY}
+    ) as response:
+        for _ in range(2):
+            await response.content.readline()
+    assert (await client("GET", "/health")).status == 200
+    ended.set()
+    assert (await client("GET", "/health")).status == 200
+    assert not service.cancelled.is_set()
+
+
 async def test_rolling_back(client: Client, service: FakeService, sandbox_id: str) -> None:
     taken = (await client("POST", f"/sandboxes/{sandbox_id}/snapshots", json={"name": "ready"})).json
     before = service.get(sandbox_id)
