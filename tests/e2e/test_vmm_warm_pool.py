@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from agentenv.orchestrator.orphans import HostOrphans
 from agentenv.storage.memory import fill_memory, pack_memory
 from agentenv.vmm.base import Disk, DiskFormat, MachineConfig, NetworkInterface
 from agentenv.vmm.host import machine_uid, may_change_user
-from agentenv.vmm.process import ProcessHandle
+from agentenv.vmm.process import ProcessHandle, take_lock
 from agentenv.vmm.qmp import QmpClient
 from agentenv.vmm.records import find_orphans
 from agentenv.vmm.warm import MachineShape, WarmMachines
@@ -166,11 +167,41 @@ async def test_what_cannot_be_loaded_leaves_nothing(lab: Lab, tmp_path: Path) ->
             assert not (lab.memory_dir / f"{name}.mem").exists()
             await warm.discard()
             await networks.give_back(warm.lease)
-        await pool.take(shape, "none", lab.sandboxes / "none")
+    assert networks.lent == 0
+
+
+async def test_a_directory_keeps_what_a_former_machine_left(lab: Lab) -> None:
+    networks = Networks(lab)
+    async with pool_of(lab, networks) as pool:
+        shape = shape_of(lab.config("unused"))
+        directory = lab.sandboxes / "one"
+        directory.mkdir()
+        (directory / "log.jsonl").write_text("of before\n")
+        (directory / "console.log").write_text("words of before\n")
+        (directory / "vmm.lock").touch()
+        first = await pool.take(shape, "one", directory)
+        assert first is not None
+        assert (directory / "log.jsonl").read_text() == "of before\n"
+        assert (directory / "log.jsonl").stat().st_nlink == 1
+        assert (directory / "console.log").read_text() == "words of before\n"
+        (found,) = await find_orphans(lab.sandboxes)
+        assert (found.directory, Path(f"/proc/{found.pid}/root").readlink()) == (str(directory), directory)
+        assert not list(lab.sandboxes.glob("warm-*")), "the directory that it changed places with is still there"
+        await first.discard()
+        assert (directory / "console.log").read_text() == "words of before\n"
         await pool.settled()
+        waiting = pool._ready[0].waiting
+        lock = take_lock(directory)  # as a process has that works there
         with pytest.raises(VmmError, match="exists already"):
-            await pool._ready[0].waiting.move("machine0", lab.sandboxes / "machine0")
-        assert pool._ready[0].waiting.alive
+            await waiting.move("one", directory)
+        os.close(lock)
+        assert waiting.alive
+        assert waiting.directory.exists()
+        second = await pool.take(shape, "one", directory)
+        assert second is not None, "one that was discarded is in the way"
+        await second.discard()
+        for warm in (first, second):
+            await networks.give_back(warm.lease)
     assert networks.lent == 0
 
 

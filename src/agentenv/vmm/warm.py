@@ -69,6 +69,8 @@ class WarmMachine(Generic[Lease]):
 
     lease: Lease
     waiting: WaitingMachine
+    used: Callable[[], None]
+    """Called when the process has been loaded or discarded: the next is not started at its expense."""
 
     @property
     def memory(self) -> Path:
@@ -82,11 +84,17 @@ class WarmMachine(Generic[Lease]):
             config: of the shape, in the directory and with the interface that this was taken with.
             state: the saved state.
         """
-        return await self.waiting.load(config, state)
+        try:
+            return await self.waiting.load(config, state)
+        finally:
+            self.used()
 
     async def discard(self) -> None:
         """End the process instead. The directory stays. Idempotent."""
-        await self.waiting.discard()
+        try:
+            await self.waiting.discard()
+        finally:
+            self.used()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,25 +170,31 @@ class WarmMachines(Generic[Lease]):
     async def take(self, shape: MachineShape, machine_id: str, directory: Path) -> WarmMachine[Lease] | None:
         """A process of a shape, moved to a machine's directory, where logs of a former one stay. None: there is none.
 
-        Either way one more of the shape is made ready in the background.
+        Either way one more of the shape is made ready in the background, as soon as this one was used.
         """
         if self._task is None:
             return None
         self._wishes.append((asyncio.get_running_loop().time(), shape))
-        self._settled.clear()
-        self._changed.set()
         ready = self._next(shape)
         if ready is None:
+            self._look()
             return None
         try:
             await ready.waiting.move(machine_id, directory)
         except BaseException as error:
+            self._look()
             await self._drop(ready)
             if not isinstance(error, AgentEnvError):
                 raise
             log.warning("warm_machine_not_taken", machine=machine_id, error=error.message)
             return None
-        return WarmMachine(ready.lease, ready.waiting)
+        return WarmMachine(ready.lease, ready.waiting, self._look)
+
+    def _look(self) -> None:
+        """Compare what waits with what is wished for, in the background."""
+        if self._task is not None:
+            self._settled.clear()
+            self._changed.set()
 
     def _next(self, shape: MachineShape) -> _Ready[Lease] | None:
         for ready in self._ready:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -34,7 +35,9 @@ class FakeWaiting:
         self.directory = directory
 
     async def load(self, config: MachineConfig, state: Path) -> Machine:
-        raise NotImplementedError
+        if self._host.load_fails:
+            raise VmmError("no")
+        return cast(Machine, self)
 
     async def discard(self) -> None:
         await asyncio.sleep(0)
@@ -51,6 +54,7 @@ class Host:
         self.numbers = 0
         self.start_fails = False
         self.move_fails = False
+        self.load_fails = False
         self.given_back = asyncio.Event()
 
     async def lend(self) -> int:
@@ -118,6 +122,9 @@ async def test_what_was_wanted_is_ready_for_the_next(tmp_path: Path) -> None:
         assert waiting.config.interface == NetworkInterface(Path(f"/run/netns/{taken.lease}"), "tap0", "02::")
         assert waiting.config.directory.parent == Path("/sandboxes")
         await pool.settled()
+        assert pool.waiting == 1, "the next was started at the expense of this one"
+        assert cast(object, await taken.load(waiting.config, tmp_path / "state")) is waiting
+        await pool.settled()
         assert pool.waiting == 2, "nothing took its place"
     assert host.processes == {waiting}, "a taken process is the taker's"
     assert host.lent == {taken.lease}
@@ -158,6 +165,26 @@ async def test_a_process_that_ended_is_not_given_out(tmp_path: Path) -> None:
         assert pool.waiting == 2
         assert len(host.lent) == 2
     assert host.lent == set()
+
+
+async def test_one_that_was_of_no_use_is_replaced_as_well(tmp_path: Path) -> None:
+    host = Host()
+    async with host.pool() as pool:
+        await pool.take(SMALL, "one", tmp_path / "one")
+        await pool.settled()
+        for load in (True, False):
+            taken = await pool.take(SMALL, "two", tmp_path / "two")
+            assert taken is not None
+            assert pool.waiting <= 1
+            if load:
+                host.load_fails = True
+                with pytest.raises(VmmError):
+                    await taken.load(cast(FakeWaiting, taken.waiting).config, tmp_path / "state")
+            await taken.discard()
+            await host.give_back(taken.lease)
+            await pool.settled()
+            assert pool.waiting == 2
+    assert (host.processes, host.lent) == (set(), set())
 
 
 @pytest.mark.parametrize("what", ["start", "lend"])
