@@ -37,6 +37,7 @@ from agentenv.orchestrator.launch import WarmPool, interface_of
 from agentenv.orchestrator.lock import ServerLock
 from agentenv.orchestrator.orchestrator import Orchestrator
 from agentenv.orchestrator.orphans import HostOrphans
+from agentenv.orchestrator.space import NodeSpace
 from agentenv.proxy.app import SandboxProxy
 from agentenv.snapshots.machines import SavedMachines
 from agentenv.snapshots.repository import LocalSnapshots
@@ -44,6 +45,7 @@ from agentenv.snapshots.service import SnapshotService
 from agentenv.storage.daemon import BlockDaemonProcess
 from agentenv.storage.disks import DiskStore
 from agentenv.storage.layers import LayerStore
+from agentenv.templates.snapshots import SnapshotCatalog
 from agentenv.templates.store import TemplateStore
 from agentenv.vmm.host import filesystem_is_tmpfs
 from agentenv.vmm.memory import choose_memory_dir
@@ -173,7 +175,6 @@ async def _assemble(
     memory_dir = choose_memory_dir(settings)
     slots = SlotPool(settings.network, settings.home)
     stack.push_async_callback(slots.close)
-    templates = TemplateStore(settings.paths, settings, layers)
     budget_mib = settings.snapshots.budget_mib
     snapshots = SnapshotService(
         await asyncio.to_thread(LocalSnapshots, settings.paths.snapshots, layers, budget_mib=budget_mib)
@@ -181,6 +182,9 @@ async def _assemble(
     await snapshots.recover()
     saved = SavedMachines(snapshots, layers, disks, assets, vmm.facts)
     stack.push_async_callback(saved.close)
+    catalog = SnapshotCatalog(snapshots, saved.remove)
+    templates = TemplateStore(settings.paths, settings, layers, catalog)
+    host = SystemHostProbe(settings.home, memory_dir if filesystem_is_tmpfs(memory_dir) else None)
     warm = _warm_pool(settings, vmm, slots)
     orchestrator = Orchestrator(
         settings,
@@ -191,8 +195,10 @@ async def _assemble(
         assets=assets,
         agents=agents,
         orphans=HostOrphans(settings.paths.sandboxes, memory_dir),
-        host=SystemHostProbe(settings.home, memory_dir if filesystem_is_tmpfs(memory_dir) else None),
+        host=host,
         saved=saved,
+        catalog=catalog,
+        space=NodeSpace(settings, layers, host),
         warm=warm,
     )
     await orchestrator.start()

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import structlog
 
 from agentenv import ids
-from agentenv.config import MIB, Settings
+from agentenv.config import MIB
 from agentenv.errors import (
     AgentEnvError,
     CapacityError,
@@ -30,13 +29,12 @@ from agentenv.guest.base import GuestIdentity
 from agentenv.network.base import EgressPolicy
 from agentenv.network.policy import parse_networks
 from agentenv.orchestrator import codec, logbook
-from agentenv.orchestrator.admission import Admission, StartGate
-from agentenv.orchestrator.cleanup import Cleaner
-from agentenv.orchestrator.journal import Journal, KeyClaim, Outcome, Resource, ResourceKind
-from agentenv.orchestrator.launch import Holdings, Launcher, LaunchPlan, Releaser
-from agentenv.orchestrator.live import LiveSandbox, LiveSandboxes
+from agentenv.orchestrator.journal import KeyClaim, Outcome, Resource, ResourceKind
+from agentenv.orchestrator.launch import Holdings, LaunchPlan
+from agentenv.orchestrator.live import LiveSandbox
 from agentenv.orchestrator.model import CreateRequest, LogEntry, Sandbox, SandboxState
-from agentenv.orchestrator.ports import Clock, Template, TemplateStore
+from agentenv.orchestrator.parts import OperationParts
+from agentenv.orchestrator.ports import Template
 from agentenv.orchestrator.states import Event, after
 from agentenv.orchestrator.tasks import OwnedTasks, to_the_end
 
@@ -45,32 +43,10 @@ _FULL_RETRY_AFTER_S = 5
 _IN_PROGRESS_RETRY_AFTER_S = 1
 
 
-@dataclass(frozen=True, slots=True)
-class CreationParts:
-    """What `Creator` works with."""
-
-    settings: Settings
-    journal: Journal
-    templates: TemplateStore
-    launcher: Launcher
-    releaser: Releaser
-    cleaner: Cleaner
-    live: LiveSandboxes
-    admission: Admission
-    gate: StartGate
-    clock: Clock
-    operations: OwnedTasks
-    """Work that must come to its end once begun."""
-    publish: Callable[[LiveSandbox], object]
-    """Called at the moment a sandbox runs; must not fail."""
-    end: Callable[[LiveSandbox, str], asyncio.Task[None]]
-    """Ends a running sandbox, for the reason given."""
-
-
 class Creator:
     """Makes sandboxes."""
 
-    def __init__(self, parts: CreationParts) -> None:
+    def __init__(self, parts: OperationParts) -> None:
         self._parts = parts
         self._starts = OwnedTasks()
         self._digests: dict[str, str] = {}
@@ -122,7 +98,7 @@ class Creator:
             return
         live = self._parts.live.find(task.result().id)
         if live is not None and live.state is SandboxState.RUNNING:
-            self._parts.end(live, "the caller left before it was told of it")
+            self._parts.presence.end(live, "the caller left before it was told of it")
 
     async def _create_once(self, request: CreateRequest, policy: EgressPolicy, key: str) -> Sandbox:
         digest = request.request_digest or _digest_of(request)
@@ -222,7 +198,7 @@ class Creator:
             raise worded_start(sandbox.id, error) from error
         # From here to the return nothing waits: the sandbox is the caller's in the moment it is published.
         live.sandbox = running
-        parts.publish(live)
+        parts.presence.publish(live)
         _log.info("sandbox_started", sandbox=sandbox.id, took_s=round(parts.clock.monotonic() - began, 3))
         return running
 

@@ -64,7 +64,7 @@ class CreateRequest:
     network: NetworkOptions | None = None
     idempotency_key: str | None = None
     memory: bool = True
-    """Whether a sandbox goes on from the memory of the snapshot that it is created from; else it boots from its disk."""
+    """Whether it goes on from the memory of the snapshot that it is created from; else it boots from its disk."""
     request_digest: str | None = None
     """sha256 of the canonical request body, compared when an idempotency key comes again."""
 
@@ -103,8 +103,8 @@ class Sandbox:
     agent_unresponsive_at_pause: bool = False
     """Whether it is paused with an agent that did not answer: its memory holds that agent."""
     snapshot_id: str | None = None
-    """The snapshot, hidden or not, that it is paused in, or that its memory is most like: what it was started or resumed
-    from last, or what was taken of it since."""
+    """The snapshot, hidden or not, that it is paused in, or that its memory is most like: what it was started or
+    resumed from last, or what was taken of it since."""
     checkpoint_id: str | None = None
     """The named snapshot that it was started from, was rolled back to, or that was taken of it, whichever was last."""
     rolling_back: bool = False
@@ -125,8 +125,8 @@ class SnapshotInfo:
     id: str
     """Of this one snapshot, for ever; also its build id. A UUID."""
     reference: str
-    """What the API calls `snapshotID`: `alias:tag`, or `<template id>:default` when it has no name; `<template id>:<id>`
-    when a later one took its name."""
+    """What the API calls `snapshotID`: `alias:tag`, or `<template id>:default` when it has no name;
+    `<template id>:<id>` when a later one took its name."""
     names: tuple[str, ...]
     """`alias:tag`, while they are its own."""
     template_id: str

@@ -7,7 +7,7 @@ beside this one; nothing of HTTP is here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TypeVar
@@ -18,26 +18,35 @@ from agentenv.config import Settings
 from agentenv.errors import (
     AgentEnvError,
     ConflictError,
-    GuestAgentError,
-    GuestUnresponsiveError,
     InvalidRequestError,
+    NotImplementedYetError,
     SandboxNotFoundError,
 )
 from agentenv.orchestrator import logbook
 from agentenv.orchestrator.admission import Admission, StartGate
 from agentenv.orchestrator.cleanup import Cleaner
 from agentenv.orchestrator.clock import SystemClock
-from agentenv.orchestrator.creation import CreationParts, Creator
+from agentenv.orchestrator.creation import Creator
 from agentenv.orchestrator.disk_events import DiskEvents
-from agentenv.orchestrator.expiry import Expiry
 from agentenv.orchestrator.guest_memory import SavedMemoryFiles
 from agentenv.orchestrator.journal import Journal
 from agentenv.orchestrator.launch import Launcher, Releaser, WarmPool
 from agentenv.orchestrator.live import LiveSandbox, LiveSandboxes
-from agentenv.orchestrator.model import CreateRequest, LogEntry, MetricSample, OnTimeout, Sandbox, SandboxState
-from agentenv.orchestrator.pausing import Pauser, PauserParts, start_in_flight, wakes
+from agentenv.orchestrator.model import (
+    CollectedSpace,
+    CreateRequest,
+    LogEntry,
+    MetricSample,
+    OnTimeout,
+    Sandbox,
+    SandboxState,
+    SnapshotInfo,
+    SnapshotNode,
+    SpaceReport,
+)
+from agentenv.orchestrator.parts import OperationParts
+from agentenv.orchestrator.pausing import Pauser, start_in_flight
 from agentenv.orchestrator.ports import (
-    Agent,
     AgentFactory,
     Clock,
     DiskStore,
@@ -47,14 +56,16 @@ from agentenv.orchestrator.ports import (
     OrphanReaper,
     SavedMachines,
     SlotPool,
+    SnapshotCatalog,
+    Space,
     TemplateStore,
 )
+from agentenv.orchestrator.presence import Presence, wakes
 from agentenv.orchestrator.reconcile import Adopted, Reconciler
 from agentenv.orchestrator.routes import Route, RouteTable
-from agentenv.orchestrator.sampling import Sampler
-from agentenv.orchestrator.states import VISIBLE, Event
+from agentenv.orchestrator.states import VISIBLE
 from agentenv.orchestrator.tasks import OwnedTasks, to_the_end
-from agentenv.vmm.base import Machine, Vmm
+from agentenv.vmm.base import Vmm
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
@@ -70,7 +81,8 @@ class Orchestrator:
 
     Args:
         settings: of the node.
-        vmm, slots, disks, templates, assets, agents, orphans, host, saved, memory: the rooms below, see `ports`.
+        vmm, slots, disks, templates, assets, agents, orphans, host, saved, catalog, space, memory: the rooms below,
+            see `ports`.
         warm: processes that wait for machines, when there are any. Whoever made it starts it after this, and closes
             it before this.
         clock: tests bring their own.
@@ -90,6 +102,8 @@ class Orchestrator:
         orphans: OrphanReaper,
         host: HostProbe,
         saved: SavedMachines,
+        catalog: SnapshotCatalog,
+        space: Space,
         clock: Clock | None = None,
         journal: Journal | None = None,
         memory: GuestMemory | None = None,
@@ -98,20 +112,17 @@ class Orchestrator:
         self.routes = RouteTable()
         self._settings = settings
         self._slots = slots
-        self._agents = agents
+        self._space = space
         self._clock = clock = clock or SystemClock()
         self._journal = journal = journal or Journal(settings.paths.journal)
         self._live = LiveSandboxes()
         self._operations = OwnedTasks()
         """Kills, roll-backs, changes: once begun they come to their end, whoever leaves."""
-        self._watchers = OwnedTasks()
         self._background = OwnedTasks()
-        self._releaser = Releaser(journal=journal, slots=slots, disks=disks, saved=saved)
-        self._cleaner = Cleaner(self._releaser, clock)
-        self._expiry = Expiry(clock, self._expired)
+        releaser = Releaser(journal=journal, slots=slots, disks=disks, saved=saved)
+        self._cleaner = Cleaner(releaser, clock)
         self._disk_events = DiskEvents(self._live, clock)
         disks.on_event(self._disk_events.note)
-        self._sampler = Sampler(clock)
         self._reconciler = Reconciler(
             settings.paths.sandboxes,
             journal=journal,
@@ -119,7 +130,7 @@ class Orchestrator:
             slots=slots,
             disks=disks,
             orphans=orphans,
-            releaser=self._releaser,
+            releaser=releaser,
             cleaner=self._cleaner,
             host=host,
             saved=saved,
@@ -138,45 +149,38 @@ class Orchestrator:
             warm=warm,
         )
         limits = settings.sandbox
-        admission = Admission(limits, host)
-        gate = StartGate(limits.max_concurrent_starts, limits.max_queued_starts, clock)
-        self._creator = Creator(
-            CreationParts(
-                settings=settings,
-                journal=journal,
-                templates=templates,
-                launcher=launcher,
-                releaser=self._releaser,
-                cleaner=self._cleaner,
-                live=self._live,
-                admission=admission,
-                gate=gate,
-                clock=clock,
-                operations=self._operations,
-                publish=self._publish,
-                end=self._begin_kill,
-            )
+        self._presence = Presence(
+            journal=journal,
+            releaser=releaser,
+            cleaner=self._cleaner,
+            agents=agents,
+            clock=clock,
+            live=self._live,
+            routes=self.routes,
+            operations=self._operations,
+            pause=lambda live: self._pauser.pause_at_end(live),
         )
-        self._pauser = Pauser(
-            PauserParts(
-                settings=settings,
-                journal=journal,
-                launcher=launcher,
-                releaser=self._releaser,
-                cleaner=self._cleaner,
-                saved=saved,
-                agents=agents,
-                live=self._live,
-                admission=admission,
-                gate=gate,
-                clock=clock,
-                operations=self._operations,
-                routes=self.routes,
-                publish=self._publish,
-                hide=self._hide,
-                end=self._begin_kill,
-            )
+        self._parts = parts = OperationParts(
+            settings=settings,
+            journal=journal,
+            templates=templates,
+            catalog=catalog,
+            vmm=vmm,
+            launcher=launcher,
+            releaser=releaser,
+            cleaner=self._cleaner,
+            saved=saved,
+            agents=agents,
+            live=self._live,
+            admission=Admission(limits, host),
+            gate=StartGate(limits.max_concurrent_starts, limits.max_queued_starts, clock),
+            clock=clock,
+            operations=self._operations,
+            presence=self._presence,
+            standing=asyncio.Semaphore(limits.max_concurrent_starts),
         )
+        self._creator = Creator(parts)
+        self._pauser = Pauser(parts)
 
     async def start(self) -> None:
         """Open the journal, take over the sandboxes that outlived the last server, remove all other remains of it.
@@ -193,8 +197,7 @@ class Orchestrator:
             raise
         for one in adopted:
             self._adopt(one)
-        self._background.spawn(self._expiry.run(), "expiry")
-        self._background.spawn(self._sampler.run(), "sampler")
+        self._background.spawn(self._presence.run(), "presence")
         self._background.spawn(self._purge_keys(), "purge idempotency keys")
         paused = sum(one.sandbox.state is SandboxState.PAUSED for one in adopted)
         _log.info("orchestrator_started", adopted=len(adopted) - paused, paused=paused)
@@ -210,14 +213,11 @@ class Orchestrator:
         if drain:
             for live in self._live:
                 if live.state in VISIBLE and live.state not in (SandboxState.PAUSED, SandboxState.PAUSING):
-                    self._begin_kill(live, "the server was told to end all sandboxes")
+                    self._presence.end(live, "the server was told to end all sandboxes")
         await self._operations.settle()
-        await self._watchers.close()
-        await self._sampler.close()
+        await self._presence.close()
         await self._disk_events.close()
         await self._cleaner.close()
-        for route in self.routes:
-            self.routes.withdraw(route.sandbox_id)
         try:
             await self._slots.close()
         finally:
@@ -353,7 +353,7 @@ class Orchestrator:
             SandboxNotFoundError: there is none, or it is being killed already.
             VmmError: the VM could not be ended. It is tried again until it is; the sandbox stays not found.
         """
-        await asyncio.shield(self._begin_kill(self._live.visible(sandbox_id), "killed by request"))
+        await asyncio.shield(self._presence.end(self._live.visible(sandbox_id), "killed by request"))
 
     async def set_timeout(self, sandbox_id: str, timeout_s: int) -> None:
         """Let a sandbox end `timeout_s` seconds from now, capped to the longest session; zero or less: at once.
@@ -381,7 +381,7 @@ class Orchestrator:
             SandboxNotFoundError: there is none.
         """
         self._live.visible(sandbox_id)
-        return self._sampler.samples(sandbox_id, start, end)
+        return self._presence.sampler.samples(sandbox_id, start, end)
 
     async def logs(
         self,
@@ -417,6 +417,50 @@ class Orchestrator:
             live.sandbox.started_at,
             logbook.LogQuery(start, end, limit, level, backward, search),
         )
+
+    async def snapshot(self, sandbox_id: str, *, name: str | None = None, memory: bool = True) -> SnapshotInfo:
+        raise NotImplementedYetError("snapshots are not here yet")
+
+    async def fork(
+        self,
+        sandbox_id: str,
+        *,
+        count: int,
+        timeout_s: int,
+        on_result: Callable[[Sandbox | AgentEnvError], None] | None = None,
+    ) -> Sequence[Sandbox | AgentEnvError]:
+        raise NotImplementedYetError("forks are not here yet")
+
+    async def rollback(self, sandbox_id: str, reference: str) -> Sandbox:
+        raise NotImplementedYetError("roll back is not here yet")
+
+    async def snapshots(self, *, sandbox_id: str | None = None, name: str | None = None) -> Sequence[SnapshotInfo]:
+        raise NotImplementedYetError("snapshots are not here yet")
+
+    async def find_snapshot(self, reference: str) -> SnapshotInfo:
+        raise NotImplementedYetError("snapshots are not here yet")
+
+    async def delete_snapshot(self, reference: str) -> None:
+        raise NotImplementedYetError("snapshots are not here yet")
+
+    async def snapshot_tree(self, sandbox_id: str | None = None) -> tuple[SnapshotNode, ...]:
+        raise NotImplementedYetError("snapshots are not here yet")
+
+    async def space(self) -> SpaceReport:
+        """What takes up the disk of this node.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        return await self._space.report()
+
+    async def collect_garbage(self) -> CollectedSpace:
+        """Remove the layers that nobody uses.
+
+        Raises:
+            StorageError: a layer cannot be removed.
+        """
+        return await self._space.collect()
 
     async def wake(self, sandbox_id: str) -> Route | None:
         """Return the route of a sandbox, awake. Calls at the same time make one resume.
@@ -478,7 +522,7 @@ class Orchestrator:
             sandbox = live.sandbox
             now = self._clock.now()
             if timeout_s <= 0:
-                self._expire(live, "expired by request")
+                self._presence.expire(live, "expired by request")
                 return sandbox
             latest = sandbox.session_began + timedelta(seconds=self._settings.sandbox.max_timeout_s)
             if latest <= now:
@@ -492,7 +536,7 @@ class Orchestrator:
                 await self._journal.set_end(sandbox.id, end_at)
                 self._check_running(live)  # it may have expired, or died, meanwhile
                 live.sandbox = replace(live.sandbox, end_at=end_at)
-                self._expiry.set(sandbox.id, end_at)
+                self._presence.set_end(live)
             return live.sandbox
 
     def _check_running(self, live: LiveSandbox) -> None:
@@ -501,122 +545,13 @@ class Orchestrator:
         if live.state is not SandboxState.RUNNING:
             raise SandboxNotFoundError(live.sandbox.id)
 
-    def _publish(self, live: LiveSandbox) -> Agent:
-        """Make a running sandbox reachable, watched, sampled and mortal. Nothing here waits or fails."""
-        sandbox, slot, machine = live.sandbox, live.holdings.slot, live.holdings.machine
-        assert slot is not None and machine is not None  # noqa: S101 - it runs
-        host = str(slot.address)
-        network = sandbox.request.network
-        agent = self._agents(host, sandbox.envd_access_token)
-        self._expiry.set(sandbox.id, max(sandbox.end_at, live.not_before or sandbox.end_at))
-        self._sampler.add(sandbox.id, agent)
-        live.watcher = self._watchers.spawn(self._watch(live, machine), f"watch {sandbox.id}")
-        self.routes.publish(
-            Route(
-                sandbox_id=sandbox.id,
-                life=sandbox.life,
-                host=host,
-                envd_access_token=sandbox.envd_access_token,
-                traffic_access_token=sandbox.traffic_access_token,
-                mask_request_host=None if network is None else network.mask_request_host,
-                https_ports=frozenset() if network is None else frozenset(network.https_ports),
-            )
-        )
-        return agent
-
-    def _hide(self, live: LiveSandbox) -> None:
-        """Make a sandbox that is paused unreachable and immortal. Nothing here waits or fails."""
-        self.routes.withdraw(live.sandbox.id)
-        self._expiry.clear(live.sandbox.id)
-        self._sampler.suspend(live.sandbox.id)
-
     def _adopt(self, adopted: Adopted) -> None:
         live = LiveSandbox(adopted.sandbox, adopted.holdings)
         self._live.add(live)
         if live.state is SandboxState.PAUSED:
-            self._pauser.let_sleep(live)
-            return
-        agent = self._publish(live)
-        self._watchers.spawn(self._greet(live, agent), f"greet {adopted.sandbox.id}")
-        _log.info("sandbox_adopted", sandbox=adopted.sandbox.id, end_at=adopted.sandbox.end_at.isoformat())
-
-    async def _greet(self, live: LiveSandbox, agent: Agent) -> None:
-        """See whether the agent of an adopted guest answers. Silence is written down, and is no reason to kill: a guest
-        under load is silent too, and its init restarts an agent that died."""
-        try:
-            await agent.health()
-            entry = LogEntry(self._clock.now(), "info", "orchestrator", "taken over by a new server process")
-        except GuestAgentError as error:
-            message = f"taken over by a new server process; its agent is silent: {error.message}"
-            entry = LogEntry(self._clock.now(), "warn", "orchestrator", message)
-            _log.warning("adopted_agent_silent", sandbox=live.sandbox.id, error=error.message)
-        if live.state is SandboxState.RUNNING:
-            await logbook.append(live.holdings.directory, entry)
-
-    async def _watch(self, live: LiveSandbox, machine: Machine) -> None:
-        ended = await machine.wait()
-        if live.state in (SandboxState.RUNNING, SandboxState.PAUSING):
-            self._begin_kill(live, f"its VM ended by itself: {ended.reason}")
-
-    def _expired(self, sandbox_id: str) -> None:
-        live = self._live.find(sandbox_id)
-        if live is not None and live.state is SandboxState.RUNNING:
-            self._expire(live, "expired")
-
-    def _expire(self, live: LiveSandbox, reason: str) -> None:
-        """The time of a running sandbox is over."""
-        if live.sandbox.request.on_timeout is OnTimeout.PAUSE:
-            self._operations.spawn(self._auto_pause(live), f"pause {live.sandbox.id}, {reason}")
+            self._presence.let_sleep(live)
         else:
-            self._begin_kill(live, reason)
-
-    async def _auto_pause(self, live: LiveSandbox) -> None:
-        """Pause at the end of its time. When that fails it runs on, and is paused a little later."""
-        if live.state is not SandboxState.RUNNING:
-            return
-        memory = live.sandbox.request.auto_pause_memory
-        try:
-            try:
-                await self._pauser.pause(live, memory=memory)
-            except GuestUnresponsiveError:
-                # Nobody is there who could be told; what a silent agent cannot flush is in its memory.
-                if live.state is SandboxState.RUNNING:
-                    await self._pauser.pause(live, memory=True)
-        except AgentEnvError as error:
-            _log.warning("auto_pause_failed", sandbox=live.sandbox.id, error=error.message)
-
-    def _begin_kill(self, live: LiveSandbox, reason: str) -> asyncio.Task[None]:
-        """Take a sandbox out of sight, at once, and begin to take it down."""
-        sandbox_id = live.sandbox.id
-        live.apply(Event.KILL)
-        live.sandbox = replace(live.sandbox, reason=reason)
-        self.routes.withdraw(sandbox_id)
-        self._expiry.clear(sandbox_id)
-        self._sampler.remove(sandbox_id)
-        return self._operations.spawn(self._finish_kill(live, reason), f"kill {sandbox_id}")
-
-    async def _finish_kill(self, live: LiveSandbox, reason: str) -> None:
-        sandbox_id = live.sandbox.id
-        if live.watcher is not None:
-            live.watcher.cancel()
-        if live.transition is not None and not live.transition.done():
-            live.transition.cancel()
-            await asyncio.wait([live.transition])
-        try:
-            await self._journal.begin_kill(sandbox_id, reason, self._clock.now())
-        except Exception as error:
-            # A full disk must not keep a VM alive. Without this note the next start finds a dead VM, and comes to the
-            # same end.
-            _log.warning("kill_not_noted", sandbox=sandbox_id, error=str(error))
-        try:
-            await self._releaser.release(live.holdings)
-        except AgentEnvError as error:
-            self._cleaner.take_over(live.holdings, error)
-            if live.holdings.machine is not None:
-                raise
-        finally:
-            self._live.drop(sandbox_id)
-        _log.info("sandbox_ended", sandbox=sandbox_id, reason=reason)
+            self._presence.adopt(live)
 
     async def _purge_keys(self) -> None:
         while True:

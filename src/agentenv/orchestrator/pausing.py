@@ -8,14 +8,13 @@ that come to their end whoever leaves; only a kill cuts them short, and then the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import structlog
 
-from agentenv.config import MIB, Settings
+from agentenv.config import MIB
 from agentenv.errors import (
     AgentEnvError,
     ConflictError,
@@ -30,17 +29,14 @@ from agentenv.errors import (
     VmmError,
 )
 from agentenv.orchestrator import logbook
-from agentenv.orchestrator.admission import Admission, StartGate
-from agentenv.orchestrator.cleanup import Cleaner
 from agentenv.orchestrator.creation import check_room, egress_policy, identity_of, worded_start
-from agentenv.orchestrator.journal import Journal, Resource, ResourceKind
-from agentenv.orchestrator.launch import Launcher, LaunchPlan, Releaser
-from agentenv.orchestrator.live import LiveSandbox, LiveSandboxes
+from agentenv.orchestrator.journal import Resource, ResourceKind
+from agentenv.orchestrator.launch import LaunchPlan
+from agentenv.orchestrator.live import LiveSandbox
 from agentenv.orchestrator.model import LogEntry, PauseMode, Sandbox, SandboxState
-from agentenv.orchestrator.ports import AgentFactory, Clock, SavedMachines
-from agentenv.orchestrator.routes import RouteTable, Sleeper
+from agentenv.orchestrator.parts import OperationParts
 from agentenv.orchestrator.states import Event
-from agentenv.orchestrator.tasks import OwnedTasks, in_thread, to_the_end
+from agentenv.orchestrator.tasks import in_thread, to_the_end
 from agentenv.snapshots.machines import Capture, LoadableMachine, SavedMemory, hidden_id
 from agentenv.snapshots.manifest import MachineShape
 
@@ -54,38 +50,11 @@ _RETRY_S = 30
 _IN_FLIGHT_RETRY_AFTER_S = 1
 
 
-@dataclass(frozen=True, slots=True)
-class PauserParts:
-    """What `Pauser` works with."""
-
-    settings: Settings
-    journal: Journal
-    launcher: Launcher
-    releaser: Releaser
-    cleaner: Cleaner
-    saved: SavedMachines
-    agents: AgentFactory
-    live: LiveSandboxes
-    admission: Admission
-    gate: StartGate
-    clock: Clock
-    operations: OwnedTasks
-    routes: RouteTable
-    publish: Callable[[LiveSandbox], object]
-    """Called at the moment a sandbox runs (again); must not fail."""
-    hide: Callable[[LiveSandbox], None]
-    """Called at the moment a sandbox stops to be reachable; must not fail."""
-    end: Callable[[LiveSandbox, str], asyncio.Task[None]]
-    """Ends a sandbox, for the reason given."""
-
-
 class Pauser:
     """Pauses and resumes sandboxes. Every method but the tasks decides at once, without waiting."""
 
-    def __init__(self, parts: PauserParts) -> None:
+    def __init__(self, parts: OperationParts) -> None:
         self._parts = parts
-        self._places = asyncio.Semaphore(parts.settings.sandbox.max_concurrent_starts)
-        """Guests that stand still at the same time while they are saved."""
 
     def pause(self, live: LiveSandbox, *, memory: bool, require_healthy: bool = False) -> asyncio.Task[None]:
         """Begin to pause a running sandbox.
@@ -139,11 +108,23 @@ class Pauser:
         live.transition = task
         return task
 
-    def let_sleep(self, live: LiveSandbox) -> None:
-        """Let traffic wake a sandbox, if that is wanted and possible."""
-        sandbox = live.sandbox
-        if wakes(sandbox):
-            self._parts.routes.let_sleep(Sleeper(sandbox.id, sandbox.envd_access_token, sandbox.traffic_access_token))
+    def pause_at_end(self, live: LiveSandbox) -> None:
+        """Pause a sandbox whose time is over. When that fails it runs on, and is paused a little later."""
+        self._parts.operations.spawn(self._pause_at_end(live), f"pause {live.sandbox.id} at its end")
+
+    async def _pause_at_end(self, live: LiveSandbox) -> None:
+        if live.state is not SandboxState.RUNNING:
+            return
+        memory = live.sandbox.request.auto_pause_memory
+        try:
+            try:
+                await self.pause(live, memory=memory)
+            except GuestUnresponsiveError:
+                # Nobody is there who could be told; what a silent agent cannot flush is in its memory.
+                if live.state is SandboxState.RUNNING:
+                    await self.pause(live, memory=True)
+        except AgentEnvError as error:
+            _log.warning("auto_pause_failed", sandbox=live.sandbox.id, error=error.message)
 
     async def _pause(self, live: LiveSandbox, memory: bool, require_healthy: bool) -> None:
         parts = self._parts
@@ -156,12 +137,12 @@ class Pauser:
             live.holdings.snapshots.add(snapshot_id)
             live.sandbox = replace(live.sandbox, pausing_into=snapshot_id)
             await parts.journal.begin_pause(live.sandbox, parts.clock.now())
-            async with self._places:
+            async with parts.standing:
                 _check_still(live, SandboxState.PAUSING)
                 hidden = True
-                parts.hide(live)
+                parts.presence.hide(live)
                 if memory:
-                    self.let_sleep(live)
+                    parts.presence.let_sleep(live)
                 else:
                     await self._sync(live)
                 await self._save(live, snapshot_id, memory, responsive)
@@ -191,8 +172,8 @@ class Pauser:
             live.watcher.cancel()
         live.sandbox = paused
         live.not_before = None
-        parts.hide(live)
-        self.let_sleep(live)
+        parts.presence.hide(live)
+        parts.presence.let_sleep(live)
         await self._tidy(live)
         _log.info("sandbox_paused", sandbox=sandbox.id, memory=memory, took_s=round(parts.clock.monotonic() - began, 3))
         message = "paused" if memory else "paused without its memory"
@@ -274,7 +255,7 @@ class Pauser:
                 await holdings.machine.resume()
         except AgentEnvError as error:
             if live.state is SandboxState.PAUSING:
-                parts.end(live, f"a pause failed ({reason}), and it could not run on: {error.message}")
+                parts.presence.end(live, f"a pause failed ({reason}), and it could not run on: {error.message}")
             return
         if live.state is not SandboxState.PAUSING:  # killed meanwhile
             return
@@ -292,7 +273,7 @@ class Pauser:
         live.not_before = now + timedelta(seconds=_RETRY_S)
         if live.watcher is not None:
             live.watcher.cancel()
-        parts.publish(live)
+        parts.presence.publish(live)
         message = f"a pause failed, it runs on: {getattr(reason, 'message', type(reason).__name__)}"
         await logbook.append(holdings.directory, LogEntry(now, "warn", "orchestrator", message))
 
@@ -324,7 +305,7 @@ class Pauser:
             raise _worded_resume(sandbox.id, error) from error
         # From here to the return nothing waits: the sandbox runs in the moment it is published.
         live.sandbox = running
-        parts.publish(live)
+        parts.presence.publish(live)
         _log.info("sandbox_resumed", sandbox=sandbox.id, took_s=round(parts.clock.monotonic() - began, 3))
         return running
 
@@ -366,16 +347,7 @@ class Pauser:
             _log.warning("failed_resume_not_noted", sandbox=paused.id, error=error.message)
         if live.state is SandboxState.RESUMING:
             live.apply(Event.RESUME_FAILED)
-            self.let_sleep(live)
-
-
-def wakes(sandbox: Sandbox) -> bool:
-    """Whether traffic may wake a sandbox, once it is paused."""
-    return (
-        sandbox.request.auto_resume
-        and sandbox.pause_mode is not PauseMode.FILESYSTEM
-        and not sandbox.agent_unresponsive_at_pause
-    )
+            parts.presence.let_sleep(live)
 
 
 def start_in_flight(sandbox_id: str) -> ConflictError:

@@ -15,10 +15,13 @@ from typing import Protocol
 
 from agentenv.guest.base import AgentInfo, AgentMetrics, GuestIdentity
 from agentenv.network.base import EgressPolicy, Slot
+from agentenv.orchestrator.model import CollectedSpace, SpaceReport
+from agentenv.snapshots import accounting
 from agentenv.snapshots.machines import Capture, CapturedMachine, LoadableMachine
 from agentenv.snapshots.manifest import SnapshotManifest
 from agentenv.storage.disks import DiskEvent
 from agentenv.storage.layers import StoredLayer
+from agentenv.templates.snapshots import Naming, Published
 from agentenv.vmm.base import Disk, MachineRecord
 
 
@@ -85,7 +88,7 @@ class SavedMachines(Protocol):
         """Save a stopped machine and its disk. The snapshot exists, durably, when this returns; else nothing of it."""
 
     def capture(self, capture: Capture) -> AbstractAsyncContextManager[CapturedMachine]:
-        """Hold a stopped machine, which may run on once the context is entered; without a commit nothing is left of it."""
+        """Hold a stopped machine, which may run on once this is entered; without a commit nothing is left of it."""
 
     async def get(self, snapshot_id: str) -> SnapshotManifest:
         """Find one.
@@ -103,6 +106,50 @@ class SavedMachines(Protocol):
 
     def load(self, snapshot_id: str, *, memory: bool) -> AbstractAsyncContextManager[LoadableMachine]:
         """Keep all that a machine is started from while the context lasts; without `memory` it boots."""
+
+
+class SnapshotCatalog(Protocol):
+    """Named snapshots and their names. Methods raise `SnapshotError` and its like, `StorageError`."""
+
+    async def list(self) -> Sequence[Published]:
+        """All that can be read, the oldest first."""
+
+    async def find(self, reference: str) -> Published:
+        """Find one.
+
+        Raises:
+            InvalidRequestError: the reference is malformed.
+            TemplateNotFoundError: nothing is called so.
+        """
+
+    async def id_of(self, reference: str) -> str:
+        """The id of what `find` finds; of damaged ones, too, when they are called by their id."""
+
+    async def tree(self, sandbox_id: str | None = None) -> Sequence[accounting.SnapshotNode]:
+        """The roots of the family tree, of one sandbox or of all."""
+
+    async def name(self, name: str | None, taken: Collection[str]) -> Naming:
+        """Say what a new snapshot is to be called; no name in `taken` is given away.
+
+        Raises:
+            InvalidRequestError: the name is malformed, or belongs to something else.
+        """
+
+    async def delete(self, snapshot_id: str) -> None:
+        """Delete one.
+
+        Raises:
+            SnapshotNotFoundError: there is none.
+        """
+
+
+class Space(Protocol):
+    """What takes up the disk of this node. Methods raise `StorageError`."""
+
+    async def report(self) -> SpaceReport: ...
+
+    async def collect(self) -> CollectedSpace:
+        """Remove what nobody uses."""
 
 
 class GuestMemory(Protocol):
@@ -161,6 +208,9 @@ class TemplateStore(Protocol):
         Raises:
             TemplateNotFoundError: nothing has that name.
         """
+
+    async def taken(self) -> Collection[str]:
+        """Ids and names of the templates that are no snapshots."""
 
 
 class GuestAssets(Protocol):

@@ -11,8 +11,7 @@ import asyncio
 import itertools
 import sqlite3
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -20,25 +19,25 @@ from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fake_snapshots import FakeCatalog, FakeSaved, FakeSnapshot
+
 from agentenv.config import NetworkSettings, SandboxSettings, Settings
 from agentenv.errors import (
     GuestAgentError,
     NetworkError,
-    SnapshotError,
-    SnapshotNotFoundError,
-    TemplateNotFoundError,
     VmmError,
 )
 from agentenv.guest.base import AgentInfo, AgentMetrics, GuestIdentity
 from agentenv.network.base import EgressPolicy, Slot
 from agentenv.orchestrator.database import Database
 from agentenv.orchestrator.journal import Journal
-from agentenv.orchestrator.model import CreateRequest, SandboxState
+from agentenv.orchestrator.model import CollectedSpace, CreateRequest, SandboxState, SpaceReport
 from agentenv.orchestrator.orchestrator import Orchestrator
-from agentenv.snapshots.machines import Capture, LoadableMachine
-from agentenv.snapshots.manifest import Environment, LayerReference, SnapshotKind, SnapshotManifest, StateFile
+from agentenv.snapshots.manifest import HIDDEN_PREFIX
 from agentenv.storage.disks import DiskEvent
 from agentenv.storage.layers import StoredLayer
+from agentenv.templates.snapshots import to_template
+from agentenv.templates.store import Template
 from agentenv.vmm.base import Disk, DiskFormat, MachineConfig, MachineExit, MachineRecord, MachineStats
 
 T = TypeVar("T")
@@ -164,21 +163,12 @@ class FakeVm:
         self.ended = asyncio.Event()
         self.reason = ""
         self.paused = False
+        self.copying = False
 
     def end(self, reason: str) -> None:
         if not self.ended.is_set():
             self.reason = reason
             self.ended.set()
-
-
-@dataclass(frozen=True)
-class FakeSnapshot:
-    """What a snapshot holds, and its manifest."""
-
-    manifest: SnapshotManifest
-    content: int | None
-    written: int
-    damaged: bool = False
 
 
 @dataclass
@@ -192,6 +182,7 @@ class FakeTemplate:
     default_user: str = "user"
     default_workdir: str | None = "/home/user"
     env: dict[str, str] = field(default_factory=lambda: {"FROM_TEMPLATE": "1", "BOTH": "template"})
+    snapshot_id: str | None = None
 
 
 class World:
@@ -227,6 +218,10 @@ class World:
         self.written: dict[str, int] = {}
         """What is on a guest's disk."""
         self.snapshots: dict[str, FakeSnapshot] = {}
+        self.drafts: dict[str, FakeSnapshot] = {}
+        """Machines that are held, by the id of their capture."""
+        self.tokens: dict[str, str | None] = {}
+        """What the agent of a guest lets callers in with, by sandbox id; None: it lets in anybody."""
 
     def work(self) -> None:
         """Let every guest that runs do something, in memory and on its disk."""
@@ -234,6 +229,13 @@ class World:
             if not vm.paused:
                 self.content[sandbox_id] = self.content.get(sandbox_id, 0) + 1
                 self.written[sandbox_id] = self.written.get(sandbox_id, 0) + 1
+
+    def kept(self, snapshot_id: str) -> FakeSnapshot:
+        """A snapshot, or a machine that is held, that may be used now."""
+        if snapshot_id in self.drafts:
+            return self.drafts[snapshot_id]
+        assert snapshot_id in self.leased, "layers that nobody keeps"
+        return self.snapshots[snapshot_id]
 
     def reboot(self) -> None:
         self.boot += "+"
@@ -322,8 +324,7 @@ class FakeDisks:
             self._world.written[disk_id] = 0
         else:
             (snapshot_id,) = layers
-            assert snapshot_id in self._world.leased, "a disk of layers that nobody keeps"
-            self._world.written[disk_id] = self._world.snapshots[snapshot_id].written
+            self._world.written[disk_id] = self._world.kept(snapshot_id).written
         assert disk_id not in self._world.disks, "a second disk of one sandbox"
         (directory / "disk.sock").touch()
         self._world.disks.add(disk_id)
@@ -360,98 +361,6 @@ class FakeDisks:
         raise AssertionError("snapshots capture disks")
 
 
-class FakeSaved:
-    """Snapshots of the world. A disk's layers are named by the snapshot alone."""
-
-    def __init__(self, world: World, script: Script) -> None:
-        self._world, self._script = world, script
-
-    async def save(self, capture: Capture) -> SnapshotManifest:
-        await self._script.at("saved.save")
-        world, sandbox_id = self._world, capture.sandbox_id
-        assert world.vms[sandbox_id].paused, "saved while it ran"
-        assert sandbox_id in world.disks
-        layer = LayerReference("sha256:" + 64 * "c", 1)
-        if capture.memory is not None:
-            assert capture.memory.state.read_text() == sandbox_id
-            assert capture.memory.image == Path(f"/memory/{sandbox_id}")
-        full = capture.memory is not None
-        manifest = SnapshotManifest(
-            snapshot_id=capture.snapshot_id,
-            created_at=world.clock.now(),
-            kind=SnapshotKind.FULL if full else SnapshotKind.FILESYSTEM,
-            architecture="x86_64",
-            sandbox_id=sandbox_id,
-            template_id=capture.template_id,
-            machine=capture.machine,
-            agent_version=capture.agent_version,
-            disk_layers=(LayerReference("sha256:" + 64 * "d", 1),),
-            default_user=capture.default_user,
-            memory_layers=(layer,) if full else (),
-            state=StateFile("state", 1, layer.digest) if full else None,
-            environment=Environment(
-                "fake", "1", "tcg", "fake", "max", layer.digest, 0, "6", layer.digest, layer.digest
-            ),
-            agent_responsive=capture.agent_responsive,
-            agent_token=capture.memory.agent_token if capture.memory is not None else None,
-        )
-        world.snapshots[capture.snapshot_id] = FakeSnapshot(
-            manifest, world.content[sandbox_id] if full else None, world.written[sandbox_id]
-        )
-        await self._script.at("saved.save done")
-        return manifest
-
-    async def get(self, snapshot_id: str) -> SnapshotManifest:
-        await self._script.at("saved.get")
-        try:
-            found = self._world.snapshots[snapshot_id]
-        except KeyError:
-            raise SnapshotNotFoundError(snapshot_id) from None
-        if found.damaged:
-            raise SnapshotError("field 'kind' is damaged")
-        return found.manifest
-
-    async def delete(self, snapshot_id: str) -> None:
-        await self._script.at("saved.delete")
-        assert snapshot_id not in self._world.leased
-        self._world.snapshots.pop(snapshot_id, None)
-        await self._script.at("saved.delete done")
-
-    async def hidden(self) -> Sequence[str]:
-        await self._script.at("saved.hidden")
-        return tuple(self._world.snapshots)
-
-    @asynccontextmanager
-    async def load(self, snapshot_id: str, *, memory: bool) -> AsyncIterator[LoadableMachine]:
-        await self._script.at("saved.load")
-        manifest = await self.get(snapshot_id)
-        self._world.leased.append(snapshot_id)
-        try:
-            if memory and manifest.kind is SnapshotKind.FULL:
-                yield LoadableMachine(
-                    manifest.machine,
-                    (snapshot_id,),
-                    memory_layers=(Path(snapshot_id),),
-                    state=Path(snapshot_id) / "state",
-                    agent_token=manifest.agent_token,
-                )
-            else:
-                yield LoadableMachine(manifest.machine, (snapshot_id,))
-        finally:
-            self._world.leased.remove(snapshot_id)
-
-    async def write(self, saved: LoadableMachine, out: Path) -> None:
-        assert not out.exists()
-        await self.fill(saved, out)
-
-    async def fill(self, saved: LoadableMachine, out: Path) -> None:
-        await self._script.at("unpack")
-        (snapshot_id,) = saved.memory_layers
-        assert str(snapshot_id) in self._world.leased
-        out.write_text(str(snapshot_id))
-        await self._script.at("unpack done")
-
-
 class FakeMachine:
     def __init__(self, world: World, script: Script, vm: FakeVm) -> None:
         self._world, self._script, self._vm = world, script, vm
@@ -467,6 +376,7 @@ class FakeMachine:
 
     async def resume(self) -> None:
         await self._script.at("machine.resume")
+        assert not self._vm.copying, "its memory is being copied"
         self._alive().paused = False
         await self._script.at("machine.resume done")
 
@@ -474,6 +384,21 @@ class FakeMachine:
         await self._script.at("machine.save_state")
         assert self._alive().paused
         destination.write_text(self._vm.directory.name)
+
+    async def copy_memory(self, destination: Path) -> None:
+        assert self._alive().paused
+        assert not destination.exists()
+        self._vm.copying = True
+        try:
+            await self._script.at("machine.copy_memory")
+            destination.write_text(str(self._world.content[self._vm.directory.name]))
+            await self._script.at("machine.copy_memory done")
+        except BaseException:
+            if not self._script.dead:
+                destination.unlink(missing_ok=True)
+            raise
+        finally:
+            self._vm.copying = False
 
     def _alive(self) -> FakeVm:
         if self._vm.ended.is_set():
@@ -529,24 +454,24 @@ class FakeVmm:
         return await self._start(config, "vmm.boot done", 0)
 
     async def load(self, config: MachineConfig, state: Path, memory: Path) -> FakeMachine:
-        snapshot_id = memory.read_text()
+        content = int(memory.read_text())
         memory.unlink()
         try:
             await self._script.at("vmm.load")
-            assert state == Path(snapshot_id) / "state"
-            assert snapshot_id in self._world.leased
-            content = self._world.snapshots[snapshot_id].content
-            assert content is not None
+            saved = self._world.kept(state.parent.name)
+            assert saved.content in (None, content)
             machine = await self._start(config, "vmm.load done", content)
         except BaseException:
             if not self._script.dead:
                 self._world.memory.discard(config.machine_id)
             raise
+        self._world.tokens[config.machine_id] = saved.manifest.agent_token
         machine._vm.paused = True
         return machine
 
     async def _start(self, config: MachineConfig, done: str, content: int) -> FakeMachine:
         self._world.content[config.machine_id] = content
+        self._world.tokens[config.machine_id] = None
         assert config.directory.name in self._world.disks
         index = int(config.interface.namespace.name.removeprefix("fake-"))
         assert self._world.lent[index] is not None, "booted before its network rules were in force"
@@ -608,7 +533,8 @@ class FakeAgent:
     async def init(self, identity: GuestIdentity) -> AgentInfo:
         await self._script.at("agent.init")
         assert not self._world.vms[identity.sandbox_id].paused
-        assert identity.access_token == self.token
+        assert self._world.tokens[identity.sandbox_id] in (None, self.token), "the agent knows another token"
+        self._world.tokens[identity.sandbox_id] = identity.access_token
         self._world.identities[identity.sandbox_id] = identity
         return AgentInfo(AGENT_VERSION)
 
@@ -618,15 +544,26 @@ class FakeAgent:
 
 
 class FakeTemplates:
-    def __init__(self, world: World, script: Script) -> None:
-        self._world, self._script = world, script
+    def __init__(self, world: World, script: Script, catalog: FakeCatalog) -> None:
+        self._world, self._script, self._catalog = world, script, catalog
 
-    async def resolve(self, reference: str) -> FakeTemplate:
+    async def resolve(self, reference: str) -> FakeTemplate | Template:
         await self._script.at("templates.resolve")
-        try:
+        if reference in self._world.templates:
             return self._world.templates[reference]
-        except KeyError:
-            raise TemplateNotFoundError(reference) from None
+        return to_template(await self._catalog.find(reference))
+
+    async def taken(self) -> Collection[str]:
+        await self._script.at("templates.taken")
+        return frozenset(self._world.templates)
+
+
+class FakeSpace:
+    async def report(self) -> SpaceReport:
+        return SpaceReport(1, 2, 3, 4, 5, 6, None, 7)
+
+    async def collect(self) -> CollectedSpace:
+        return CollectedSpace(1, 2)
 
 
 class FakeOrphans:
@@ -699,17 +636,20 @@ class Server:
         self.vmm = FakeVmm(world, self.script)
         self.disks = FakeDisks(world, self.script)
         self.saved = FakeSaved(world, self.script)
+        catalog = FakeCatalog(world, self.script)
         self.orchestrator = Orchestrator(
             self.settings,
             vmm=self.vmm,
             slots=FakeSlots(world, self.script),
             disks=self.disks,
-            templates=FakeTemplates(world, self.script),
+            templates=FakeTemplates(world, self.script, catalog),
             assets=FakeAssets(),
             agents=lambda host, token: FakeAgent(world, self.script, host, token),
             orphans=FakeOrphans(world, self.script),
             host=FakeHost(world),
             saved=self.saved,
+            catalog=catalog,
+            space=FakeSpace(),
             memory=self.saved,
             clock=world.clock,
             journal=ScriptedJournal(world.home / "state.db", self.script),
@@ -718,6 +658,7 @@ class Server:
 
     async def start(self) -> Server:
         """Start, and wait until the work that it does by itself is at rest."""
+        self.world.drafts.clear()  # as the repository does when a server starts
         await self.orchestrator.start()
         await self.script.reached("journal.purge_keys")
         await self.orchestrator._journal.load()
@@ -763,9 +704,16 @@ class Server:
         assert world.memory == running
         assert world.disks == running
         assert world.leased == []
+        assert world.drafts == {}
         assert not list((world.home / "memory").glob("*")), "memory of a machine that was never loaded"
-        assert set(world.snapshots) == {one.snapshot_id for one in sandboxes.values() if one.snapshot_id is not None}
-        assert all(sandboxes[name].snapshot_id is not None for name in paused)
+        owned = {
+            (name, one.snapshot_id)
+            for name, one in sandboxes.items()
+            if one.snapshot_id is not None and one.snapshot_id.startswith(f"{HIDDEN_PREFIX}{name}-")
+        }
+        hidden = {name for name in world.snapshots if name.startswith(HIDDEN_PREFIX)}
+        assert hidden == {snapshot_id for _, snapshot_id in owned}
+        assert {sandboxes[name].snapshot_id for name in paused} <= set(world.snapshots)
         assert {int(vm.record.version) for vm in world.vms.values()} == set(world.lent)
         assert {path.name for path in (world.home / "sandboxes").glob("*")} == shown
         assert not list((world.home / "sandboxes").glob("*/state"))
@@ -777,7 +725,7 @@ class Server:
         assert {row["id"] for row in rows["sandboxes"] if row["machine"] is not None} == running
         assert {row["sandbox_id"] for row in rows["resources"]} == shown
         kept = {(row["sandbox_id"], row["name"]) for row in rows["resources"] if row["kind"] == "snapshot"}
-        assert kept == {(name, one.snapshot_id) for name, one in sandboxes.items() if one.snapshot_id is not None}
+        assert kept == owned
         assert rows["intents"] == []
         assert [row for row in rows["idempotency"] if row["outcome"] == "in_progress"] == []
 
