@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.server import BUILT_HOME, REPOSITORY, RunningServer
+from harness.server import AENV, BUILT_HOME, REPOSITORY, RunningServer
 
 pytestmark = [pytest.mark.vm, pytest.mark.root]
 
@@ -84,6 +84,22 @@ def test_environment_and_commands(server: RunningServer, tmp_path: Path) -> None
         script.append(f"ID=$({line})" if "aenv start" in line else re.sub(r"\bID\b", "$ID", line))
     text = "\n".join(script).replace("./project", str(tmp_path / "project"))
     assert run(["bash", "-euc", text], server.environment).splitlines()[0] == "42"
+
+
+def test_snapshots_forks_and_rolling_back(server: RunningServer) -> None:
+    commands = re.sub(r"\s+#.*", "", without_sudo(block_with("sh", "aenv rollback")))
+    started = f"ID=$({AENV} start --timeout 900)\n"
+    output = run(["bash", "-euc", started + re.sub(r"\bID\b", "$ID", commands)], server.environment)
+    assert '"ready:default"' in output, "the tree, as JSON: it goes into a pipe"
+
+
+@pytest.mark.timeout(900)
+def test_rollouts_example(server: RunningServer) -> None:
+    command = block_with("sh", "rollouts.py").split()
+    output = run([*command, "--children", "2"], {**os.environ, **server.client_environment})
+    assert "kept" in output
+    assert "rolled back" in output
+    assert output.splitlines()[-1] == "done"
 
 
 def test_toml_example() -> None:
