@@ -10,11 +10,11 @@ from agentenv.cli.connection import connect
 from agentenv.cli.output import OutputOption, print_json, print_table, size_text, wants_json, write
 
 _LINES = {
-    "layersBytes": ("layers", "all that is stored, each once; what follows shares them"),
-    "templatesBytes": ("templates", ""),
-    "snapshotsBytes": ("snapshots", ""),
-    "pausedBytes": ("paused sandboxes", ""),
-    "garbageBytes": ("garbage", "aenv gc removes it"),
+    "layersBytes": ("layers", "all that is stored, each once; its parts share some of it"),
+    "templatesBytes": ("  templates", ""),
+    "snapshotsBytes": ("  snapshots", ""),
+    "pausedBytes": ("  paused sandboxes", ""),
+    "garbageBytes": ("  garbage", "aenv gc removes it"),
     "disksBytes": ("disks", "what running sandboxes wrote since they started or were captured"),
     "freeBytes": ("free", "on the file system of the server's home"),
 }
