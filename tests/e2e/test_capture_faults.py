@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from harness.storage import home_with_little_room
 pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(900)]
 
 MOST_STEPS = 60
+STARTS = ("journal.note_", "disks.create", "vmm.load", "waiting.load")
+"""Steps of every start from a saved state: the server dies at them once, in a resume."""
 TICKS = "/dev/shm/ticks"
 """In the guest's memory, so that it ticks on when its disk does not take anything."""
 
@@ -50,19 +52,19 @@ class Victim:
         self.ticker = start_ticking(self.sandbox)
         self.path = f"/sandboxes/{self.sandbox.sandbox_id}"
 
-    def deaths(self, operation: Callable[[], object]) -> Iterator[str]:
+    def deaths(self, operation: Callable[[], object], passing: Collection[str] = ()) -> Iterator[str]:
         """Let the server die at each step of an operation in turn; gives the step, when the next server is up.
 
-        Ends when the operation comes to its own end.
+        Ends when the operation comes to its own end. Steps that begin like one of `passing` are none.
         """
         for number in range(MOST_STEPS):
             self.steps.clear()
-            self.steps.die_at(number)
+            self.steps.die_at(number, passing)
             with dying():
                 operation()
             if self.steps.spare():
                 return
-            step = self.steps.read()[number]
+            step = self.steps.read()[-1]
             self.server.kill()
             self.server.start()
             yield step
@@ -106,6 +108,29 @@ def victim() -> Iterator[Victim]:
         assert [path for path in (server.home / "snapshots").iterdir() if path.is_dir()] == []
 
 
+def test_server_killed_at_every_step_of_a_pause_and_of_a_resume(victim: Victim) -> None:
+    """It runs on or is paused, with all that it did; a resume that was cut short is asked for again."""
+    seen: list[str] = []
+    for step in victim.deaths(lambda: victim.call("POST", f"{victim.path}/pause", {})):
+        seen.append(step)
+        paused = victim.info["state"] == "paused"
+        victim.check_leftovers(step)
+        if paused:
+            victim.call("POST", f"{victim.path}/connect", {"timeout": 3000})
+        victim.check_it_runs_on(step, ticks(victim.sandbox))
+        assert victim.ticker in [process.pid for process in victim.sandbox.commands.list()]
+    assert {"draft.commit", "journal.finish_pause"} <= set(seen)
+    seen.clear()
+    for step in victim.deaths(lambda: victim.call("POST", f"{victim.path}/connect", {"timeout": 3000})):
+        seen.append(step)
+        victim.check_leftovers(step)
+        if victim.info["state"] == "running":  # it was, but nobody heard of it
+            victim.check_it_runs_on(step, ticks(victim.sandbox))
+            victim.call("POST", f"{victim.path}/pause", {})
+    assert {"journal.begin_resume", "journal.finish_start"} <= set(seen)
+    victim.check_it_runs_on("all", ticks(victim.sandbox))
+
+
 def test_server_killed_at_every_step_of_a_snapshot(victim: Victim) -> None:
     """It is there whole, and answers, or it was never there; the source runs on in its one life."""
     seen = []
@@ -127,7 +152,7 @@ def test_server_killed_at_every_step_of_a_snapshot(victim: Victim) -> None:
 def test_server_killed_at_every_step_of_a_fork(victim: Victim) -> None:
     """The source runs on in its one life, with whatever of its children was answered for: none."""
     seen = []
-    for step in victim.deaths(lambda: victim.call("POST", f"{victim.path}/fork", {"count": 1, "timeout": 600})):
+    for step in victim.deaths(lambda: victim.call("POST", f"{victim.path}/fork", {"count": 1, "timeout": 600}), STARTS):
         seen.append(step.split()[0])
         victim.check_it_runs_on(step, ticks(victim.sandbox))
         for child in victim.call("GET", "/v2/sandboxes"):
@@ -148,7 +173,7 @@ def test_server_killed_at_every_step_of_a_roll_back(victim: Victim) -> None:
     victim.sandbox.files.write("/tmp/after", "x")
     back = False
     seen = []
-    for step in victim.deaths(lambda: victim.call("POST", f"{victim.path}/rollback", {"snapshotID": target})):
+    for step in victim.deaths(lambda: victim.call("POST", f"{victim.path}/rollback", {"snapshotID": target}), STARTS):
         seen.append(step.split()[0])
         until(lambda: victim.info["state"] == "running", f"it does not run after {step}")
         is_back = not victim.sandbox.files.exists("/tmp/after")

@@ -2,8 +2,8 @@
 
 Steps are what the orchestrator writes to the journal, and what it tells the VMM, the disks and the snapshots to do.
 Each counts when it begins, so that the one before it is done and its own effect is not there. Files in the home:
-`steps` gets a line per step, `die-at` holds how many may still begin, and a pipe `hold-<step>` holds that step until
-its writer closes it. Run by `RunningServer(program=FRAGILE)`; tests use `Steps`.
+`steps` gets a line per step, `die-at` holds how many may still begin and which do not count, and a pipe `hold-<step>`
+holds that step until its writer closes it. Run by `RunningServer(program=FRAGILE)`; tests use `Steps`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,14 @@ class Steps:
         """All steps since `clear`: `<kind>.<call> <machine or empty>`."""
         return self._steps.read_text().splitlines()
 
-    def die_at(self, number: int) -> None:
-        """Let the server die at the step of this number from now on, 0 the first."""
-        self._die_at.write_text(str(number))
+    def die_at(self, number: int, passing: Collection[str] = ()) -> None:
+        """Let the server die at the step of this number from now on, 0 the first.
+
+        Args:
+            number: of the step.
+            passing: beginnings of steps that do not count.
+        """
+        self._die_at.write_text(json.dumps([number, *passing]))
 
     def spare(self) -> bool:
         """Let it live. Returns whether it was still to die."""
@@ -67,11 +73,13 @@ def _begin(step: str) -> None:
     with _STEPS.open("a") as file:
         file.write(step + "\n")
     try:
-        left = int(_DIE_AT.read_text())
-    except (FileNotFoundError, ValueError):
+        left, *passing = json.loads(_DIE_AT.read_text())
+    except FileNotFoundError:
+        return
+    if step.startswith(tuple(passing)):
         return
     if left > 0:
-        _DIE_AT.write_text(str(left - 1))
+        _DIE_AT.write_text(json.dumps([left - 1, *passing]))
         return
     _DIE_AT.unlink()
     os.kill(os.getpid(), signal.SIGKILL)
