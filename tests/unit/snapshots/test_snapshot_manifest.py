@@ -23,11 +23,14 @@ from agentenv.snapshots.manifest import (
     StateFile,
 )
 
+_UUID = "7b0ed5d1-6d8e-4a3e-8d12-0c4d0f5a7b11"
 _texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=30)
 _short = _texts
 _digests = st.binary(min_size=1, max_size=8).map(digest_of)
 _ids = st.from_regex(r"[a-z0-9][a-z0-9-]{0,63}", fullmatch=True)
 _sizes = st.integers(1, 1 << 60)
+_aliases = st.from_regex(r"[a-z0-9_-]{1,30}", fullmatch=True)
+_names = st.builds("{}:{}".format, _aliases, st.from_regex(r"[a-z0-9_.-]{1,30}", fullmatch=True))
 _maps = st.dictionaries(_texts, st.one_of(st.just(""), _texts), max_size=4)
 _zones = st.integers(-23 * 60, 23 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes)))
 _times = st.datetimes(datetime(1970, 1, 3), datetime(2200, 1, 1), timezones=_zones)
@@ -65,7 +68,8 @@ def _manifests(draw: Callable[[Any], Any]) -> SnapshotManifest:
         disk_layers=tuple(layers[cut:]),
         default_user=draw(_short),
         parent_id=draw(st.none() | _ids.filter(lambda other: other != snapshot_id)),
-        names=tuple(draw(st.lists(_texts, unique=True, max_size=3))),
+        names=tuple(draw(st.lists(_names, unique=True, max_size=3))),
+        own_template_id=draw(st.none() | _aliases),
         default_workdir=draw(st.none() | _texts),
         env=draw(_maps),
         metadata=draw(_maps),
@@ -180,7 +184,14 @@ def _changed(*path: str | int, value: Any) -> bytes:
         (("env",), {"A": "\ud800"}, "field 'env.A' has half of a character"),
         (("env",), {"A": "x" * (1 << 20 | 1)}, "field 'env.A' has more than"),
         (("env",), {str(number): "" for number in range(5000)}, "an object has more than 4096 fields"),
-        (("names",), ["a", "a"], "field 'names' has one twice"),
+        (("names",), ["a:b", "a:b"], "field 'names' has one twice"),
+        (("names",), ["a:b", "a"], r"field 'names\[1\]' is no 'alias:tag'"),
+        (("names",), ["team/a:b"], r"field 'names\[0\]' is no 'alias:tag'"),
+        (("names",), [f"a:{_UUID}"], r"field 'names\[0\]' has the form of an id"),
+        (("names",), [f"{_UUID}:b"], r"field 'names\[0\]' has the form of an id"),
+        (("own_template_id",), None, "field 'own_template_id' is no text"),
+        (("own_template_id",), "../x", "field 'own_template_id' is no id of a template"),
+        (("own_template_id",), _UUID, "field 'own_template_id' has the form of a snapshot's id"),
         (("default_user",), "x" * 300, "field 'default_user' has more than 256 characters"),
         (("surprise",), 1, "field 'surprise' is unknown"),
     ],
@@ -188,6 +199,14 @@ def _changed(*path: str | int, value: Any) -> bytes:
 def test_every_wrong_field_is_named(path: tuple[str | int, ...], value: Any, message: str) -> None:
     with pytest.raises(SnapshotError, match=f"^/x/manifest.json is damaged: .*{message}"):
         decode(_changed(*path, value=value), "/x/manifest.json")
+
+
+def test_manifests_of_before_there_were_names_are_read() -> None:
+    older = manifest("pause-i123-0a1b2c3d")
+    assert "own_template_id" not in json.loads(encode(older))["snapshot"]
+    assert decode(encode(older), "x").own_template_id is None and older.hidden
+    newer = manifest(own_template_id="t1", names=("web:v1",))
+    assert decode(encode(newer), "x").own_template_id == "t1" and not newer.hidden
 
 
 def test_other_versions_and_formats_are_told_apart() -> None:
@@ -221,7 +240,7 @@ def test_hostile_forms_are_refused() -> None:
 
 
 def test_what_could_not_be_read_again_is_not_written() -> None:
-    for changes in ({"env": {"A": "\0"}}, {"default_user": "\ud800"}, {"agent_version": ""}, {"names": ("",)}):
+    for changes in ({"env": {"A": "\0"}}, {"default_user": "\ud800"}, {"agent_version": ""}, {"own_template_id": ""}):
         with pytest.raises(SnapshotError):
             encode(manifest(**changes))
 
