@@ -126,6 +126,7 @@ class Journal:
 
         def work(db: sqlite3.Connection) -> None:
             db.execute("UPDATE sandboxes SET slot = ? WHERE id = ?", (codec.encode_slot(slot), sandbox_id))
+            db.execute("DELETE FROM resources WHERE sandbox_id = ? AND kind = ?", (sandbox_id, ResourceKind.SLOT))
             db.execute(
                 "INSERT OR IGNORE INTO resources (sandbox_id, kind, name) VALUES (?, ?, ?)",
                 (sandbox_id, ResourceKind.SLOT, str(slot.index)),
@@ -228,6 +229,16 @@ class Journal:
             _note_intent(db, sandbox.id, "resume", "prepare", now)
 
         await self._database.run(work)
+
+    async def begin_roll_back(self, sandbox: Sandbox, now: datetime) -> None:
+        """Write down, durably, that a running sandbox goes on from another snapshot, in which it is from now on."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _write_sandbox(db, sandbox)
+            _keep_snapshot(db, sandbox)
+            _note_intent(db, sandbox.id, "roll back", "prepare", now)
+
+        await self._database.run(work, durable=True)
 
     async def begin_kill(self, sandbox_id: str, reason: str, now: datetime) -> None:
         """Write down that a sandbox must go. There is no way back from here."""

@@ -45,7 +45,7 @@ from agentenv.orchestrator.model import (
     SpaceReport,
 )
 from agentenv.orchestrator.parts import OperationParts
-from agentenv.orchestrator.pausing import Pauser, start_in_flight
+from agentenv.orchestrator.pausing import Pauser
 from agentenv.orchestrator.ports import (
     AgentFactory,
     Clock,
@@ -62,9 +62,11 @@ from agentenv.orchestrator.ports import (
 )
 from agentenv.orchestrator.presence import Presence, wakes
 from agentenv.orchestrator.reconcile import Adopted, Reconciler
+from agentenv.orchestrator.rolling_back import RollBack
 from agentenv.orchestrator.routes import Route, RouteTable
 from agentenv.orchestrator.states import VISIBLE
 from agentenv.orchestrator.tasks import OwnedTasks, to_the_end
+from agentenv.orchestrator.waking import start_in_flight
 from agentenv.vmm.base import Vmm
 
 T = TypeVar("T")
@@ -181,6 +183,7 @@ class Orchestrator:
         )
         self._creator = Creator(parts)
         self._pauser = Pauser(parts)
+        self._roll_back = RollBack(parts, self._pauser)
 
     async def start(self) -> None:
         """Open the journal, take over the sandboxes that outlived the last server, remove all other remains of it.
@@ -432,7 +435,22 @@ class Orchestrator:
         raise NotImplementedYetError("forks are not here yet")
 
     async def rollback(self, sandbox_id: str, reference: str) -> Sandbox:
-        raise NotImplementedYetError("roll back is not here yet")
+        """Put a running sandbox back to a snapshot of its own. It keeps its id, its tokens and its time.
+
+        A cancelled call does not stop it.
+
+        Args:
+            sandbox_id: which.
+            reference: of the snapshot.
+
+        Raises:
+            SandboxNotFoundError: there is none.
+            SnapshotNotFoundError: there is no such snapshot.
+            InvalidRequestError: it was taken of another sandbox, or the reference is malformed.
+            ConflictError: the sandbox does not run, or the snapshot does not fit to this node.
+            AgentEnvError: it failed. The message says whether the sandbox runs on, or is paused in the snapshot.
+        """
+        return await self._outcome(self._roll_back.begin(self._live.visible(sandbox_id), reference), sandbox_id)
 
     async def snapshots(self, *, sandbox_id: str | None = None, name: str | None = None) -> Sequence[SnapshotInfo]:
         raise NotImplementedYetError("snapshots are not here yet")
@@ -550,6 +568,8 @@ class Orchestrator:
         self._live.add(live)
         if live.state is SandboxState.PAUSED:
             self._presence.let_sleep(live)
+            if live.sandbox.rolling_back:
+                self._roll_back.go_on(live)
         else:
             self._presence.adopt(live)
 

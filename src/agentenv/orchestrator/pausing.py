@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import structlog
@@ -21,23 +21,18 @@ from agentenv.errors import (
     GuestAgentError,
     GuestUnresponsiveError,
     SandboxNotFoundError,
-    SandboxStartError,
-    SnapshotError,
-    SnapshotMismatchError,
-    SnapshotNotFoundError,
-    TooManyRequestsError,
     VmmError,
 )
 from agentenv.orchestrator import logbook
-from agentenv.orchestrator.creation import check_room, egress_policy, identity_of, worded_start
+from agentenv.orchestrator.creation import check_room
 from agentenv.orchestrator.journal import Resource, ResourceKind
-from agentenv.orchestrator.launch import LaunchPlan
 from agentenv.orchestrator.live import LiveSandbox
 from agentenv.orchestrator.model import LogEntry, PauseMode, Sandbox, SandboxState
 from agentenv.orchestrator.parts import OperationParts
 from agentenv.orchestrator.states import Event
 from agentenv.orchestrator.tasks import in_thread, to_the_end
-from agentenv.snapshots.machines import Capture, LoadableMachine, SavedMemory, hidden_id
+from agentenv.orchestrator.waking import Waker, agent_was_silent, check_still, start_in_flight, worded_wake
+from agentenv.snapshots.machines import Capture, SavedMemory, hidden_id
 from agentenv.snapshots.manifest import MachineShape
 
 _log = structlog.get_logger(__name__)
@@ -47,7 +42,6 @@ _HEALTH_TRIES = 3
 """An emulated guest on a busy host may miss one or two; one that is taken for hung loses its memory."""
 _RETRY_S = 30
 """A pause that failed at the end of a sandbox's time is tried again after so long."""
-_IN_FLIGHT_RETRY_AFTER_S = 1
 
 
 class Pauser:
@@ -55,6 +49,7 @@ class Pauser:
 
     def __init__(self, parts: OperationParts) -> None:
         self._parts = parts
+        self._waker = Waker(parts)
 
     def pause(self, live: LiveSandbox, *, memory: bool, require_healthy: bool = False) -> asyncio.Task[None]:
         """Begin to pause a running sandbox.
@@ -95,11 +90,9 @@ class Pauser:
         if live.state is not SandboxState.PAUSED:
             raise start_in_flight(sandbox.id)
         if sandbox.agent_unresponsive_at_pause and memory is not False and sandbox.pause_mode is PauseMode.FULL:
-            raise ConflictError(
+            raise agent_was_silent(
                 f"the agent of sandbox {sandbox.id} did not answer when it was paused, so its saved memory is of no "
-                "use; connect with memory: false boots it from its disk",
-                error_code="sandbox_snapshot_guest_agent_unresponsive",
-                should_retry=False,
+                "use; connect with memory: false boots it from its disk"
             )
         running = self._parts.live.running + self._parts.cleaner.machines
         check_room(running, self._parts.settings.sandbox.max_running)
@@ -138,7 +131,7 @@ class Pauser:
             live.sandbox = replace(live.sandbox, pausing_into=snapshot_id)
             await parts.journal.begin_pause(live.sandbox, parts.clock.now())
             async with parts.standing:
-                _check_still(live, SandboxState.PAUSING)
+                check_still(live, SandboxState.PAUSING)
                 hidden = True
                 parts.presence.hide(live)
                 if memory:
@@ -157,9 +150,9 @@ class Pauser:
                 snapshot_id=snapshot_id,
                 pausing_into=None,
             )
-            _check_still(live, SandboxState.PAUSING)
+            check_still(live, SandboxState.PAUSING)
             await parts.journal.finish_pause(paused)
-            _check_still(live, SandboxState.PAUSING)
+            check_still(live, SandboxState.PAUSING)
         except (Exception, asyncio.CancelledError) as error:
             if live.state is not SandboxState.PAUSING:  # killed: the kill clears up
                 raise SandboxNotFoundError(sandbox.id) from error
@@ -174,7 +167,7 @@ class Pauser:
         live.not_before = None
         parts.presence.hide(live)
         parts.presence.let_sleep(live)
-        await self._tidy(live)
+        await self._waker.tidy(live)
         _log.info("sandbox_paused", sandbox=sandbox.id, memory=memory, took_s=round(parts.clock.monotonic() - began, 3))
         message = "paused" if memory else "paused without its memory"
         await logbook.append(live.holdings.directory, LogEntry(now, "info", "orchestrator", message))
@@ -277,16 +270,6 @@ class Pauser:
         message = f"a pause failed, it runs on: {getattr(reason, 'message', type(reason).__name__)}"
         await logbook.append(holdings.directory, LogEntry(now, "warn", "orchestrator", message))
 
-    async def _tidy(self, live: LiveSandbox) -> None:
-        """Give back what a paused sandbox does not need. What cannot be is tried again when it is resumed or killed."""
-        parts = self._parts
-        try:
-            await parts.releaser.give_back(live.holdings)
-            for snapshot_id in sorted(live.holdings.snapshots - {live.sandbox.snapshot_id}):
-                await parts.releaser.delete_snapshot(live.holdings, snapshot_id)
-        except AgentEnvError as error:
-            _log.warning("release_failed", sandbox=live.sandbox.id, error=error.message)
-
     async def _resume(self, live: LiveSandbox, timeout_s: int, memory: bool | None) -> Sandbox:
         parts = self._parts
         sandbox = live.sandbox
@@ -299,10 +282,10 @@ class Pauser:
         except (Exception, asyncio.CancelledError) as error:
             if live.state is not SandboxState.RESUMING:  # killed: the kill clears up
                 raise SandboxNotFoundError(sandbox.id) from error
-            await to_the_end(parts.operations.spawn(self._sleep_on(live), f"undo the resume {sandbox.id}"))
+            await to_the_end(parts.operations.spawn(self._waker.sleep_on(live), f"undo the resume {sandbox.id}"))
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise _worded_resume(sandbox.id, error) from error
+            raise worded_wake(sandbox.id, "could not be resumed, it stays paused", error) from error
         # From here to the return nothing waits: the sandbox runs in the moment it is published.
         live.sandbox = running
         parts.presence.publish(live)
@@ -312,81 +295,12 @@ class Pauser:
     async def _start(self, live: LiveSandbox, snapshot_id: str, timeout_s: int, memory: bool | None) -> Sandbox:
         parts = self._parts
         resources = (Resource(ResourceKind.DISK, live.sandbox.id), Resource(ResourceKind.MACHINE, live.sandbox.id))
+
+        def times(sandbox: Sandbox, now: datetime) -> Sandbox:
+            return replace(sandbox, resumed_at=now, end_at=now + timedelta(seconds=timeout_s))
+
         live.sandbox = replace(live.sandbox, life=live.sandbox.life + 1)
         await parts.journal.begin_resume(live.sandbox, resources, parts.clock.now())
         await parts.releaser.give_back(live.holdings)
         async with parts.saved.load(snapshot_id, memory=memory is not False) as machine:
-            info = await parts.launcher.launch(_plan(live.sandbox, machine), live.holdings)
-            now = parts.clock.now()
-            message = "resumed" if machine.state is not None else "booted from its saved disk"
-            await logbook.append(live.holdings.directory, LogEntry(now, "info", "orchestrator", message))
-            running = replace(
-                live.sandbox,
-                state=SandboxState.RUNNING,
-                envd_version=info.version,
-                resumed_at=now,
-                end_at=now + timedelta(seconds=timeout_s),
-                paused_at=None,
-                pause_mode=None,
-                agent_unresponsive_at_pause=False,
-            )
-            _check_still(live, SandboxState.RESUMING)
-            await parts.journal.finish_start(running, None)
-            _check_still(live, SandboxState.RESUMING)
-            return running
-
-    async def _sleep_on(self, live: LiveSandbox) -> None:
-        """The way back of a resume."""
-        parts = self._parts
-        await self._tidy(live)
-        paused = replace(live.sandbox, state=SandboxState.PAUSED)
-        try:
-            if live.state is SandboxState.RESUMING:
-                await parts.journal.finish_pause(paused)
-        except AgentEnvError as error:  # the next start takes one that was resuming for paused
-            _log.warning("failed_resume_not_noted", sandbox=paused.id, error=error.message)
-        if live.state is SandboxState.RESUMING:
-            live.apply(Event.RESUME_FAILED)
-            parts.presence.let_sleep(live)
-
-
-def start_in_flight(sandbox_id: str) -> ConflictError:
-    """What the second of two resumes gets."""
-    return ConflictError(
-        f"sandbox {sandbox_id} is being resumed already; try again",
-        error_code="sandbox_start_in_flight",
-        retry_after_s=_IN_FLIGHT_RETRY_AFTER_S,
-        should_retry=True,
-    )
-
-
-def _check_still(live: LiveSandbox, state: SandboxState) -> None:
-    if live.state is not state:
-        raise SandboxNotFoundError(live.sandbox.id)
-
-
-def _plan(sandbox: Sandbox, machine: LoadableMachine) -> LaunchPlan:
-    shape = machine.shape
-    return LaunchPlan(
-        layers=machine.disk_layers,
-        disk_bytes=shape.disk_bytes,
-        policy=egress_policy(sandbox.request),
-        vcpus=shape.vcpus,
-        memory_mib=shape.memory_mib,
-        identity=identity_of(sandbox),
-        again=True,
-        saved=machine,
-    )
-
-
-def _worded_resume(sandbox_id: str, error: BaseException) -> AgentEnvError:
-    """The error that the caller of a failed resume gets."""
-    if isinstance(error, SnapshotMismatchError | TooManyRequestsError):
-        return error
-    if isinstance(error, SnapshotError | SnapshotNotFoundError):
-        return SnapshotError(f"sandbox {sandbox_id} could not be resumed, it stays paused: {error.message}")
-    worded = worded_start(sandbox_id, error)
-    if isinstance(worded, SandboxStartError):
-        detail = error.message if isinstance(error, AgentEnvError) else f"internal error ({type(error).__name__})"
-        return SandboxStartError(f"sandbox {sandbox_id} could not be resumed, it stays paused: {detail}")
-    return worded
+            return await self._waker.start(live, machine, "resumed", times)
