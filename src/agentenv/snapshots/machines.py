@@ -128,6 +128,7 @@ class CapturedMachine:
         self._capture = capture
         self._disk = disk
         self._state = state
+        self._over = False
 
     @property
     def loadable(self) -> LoadableMachine:
@@ -144,13 +145,20 @@ class CapturedMachine:
             agent_token=capture.memory.agent_token,
         )
 
+    def close(self) -> None:
+        """Refuse a commit from now on."""
+        self._over = True
+
     async def commit(self) -> SnapshotManifest:
-        """Make it a snapshot, durably: from here on it outlives the context.
+        """Make it a snapshot, durably: from here on it outlives the context. Once only, whether it fails or not.
 
         Raises:
             InsufficientStorageError: a disk is full, or the budget of snapshots is.
             AgentEnvError: of the step that failed.
         """
+        if self._over:
+            raise SnapshotError(f"the capture of snapshot {self._capture.snapshot_id} is over")
+        self._over = True
         return await self._saved._commit(self._draft, self._capture, self._disk, self._state)
 
 
@@ -215,7 +223,11 @@ class SavedMachines:
             await self._disks.capture(capture.sandbox_id)
             state = None if capture.memory is None else await draft.take_state(capture.memory.state)
             disk_layers = await self._disk_layers(draft, capture.sandbox_id)
-            yield CapturedMachine(self, draft, capture, disk_layers, state)
+            captured = CapturedMachine(self, draft, capture, disk_layers, state)
+            try:
+                yield captured
+            finally:
+                captured.close()
 
     async def _commit(
         self, draft: AsyncDraft, capture: Capture, disk_layers: tuple[LayerReference, ...], state: StateFile | None

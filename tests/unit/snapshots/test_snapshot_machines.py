@@ -5,113 +5,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from machine_samples import FACTS, MIB, MachineNode
 
 from agentenv.errors import LayerError, SnapshotMismatchError, SnapshotNotFoundError, StorageError
-from agentenv.guest.assets import GuestAssets
 from agentenv.snapshots import machines
-from agentenv.snapshots.machines import Capture, SavedMachines, SavedMemory, hidden_id
-from agentenv.snapshots.manifest import MachineShape, SnapshotKind
-from agentenv.snapshots.repository import LocalSnapshots
-from agentenv.snapshots.service import SnapshotService
-from agentenv.storage.layers import LayerStore, StoredLayer
-from agentenv.storage.memory import pack_memory, unpack_memory
-from agentenv.vmm.base import VmmFacts
-
-MIB = 1024 * 1024
-FACTS = VmmFacts("qemu", "7.2", "tcg", "microvm", "max", frozenset(), 0)
-
-
-class Disk:
-    """One disk, whose chain may change between two looks at it."""
-
-    def __init__(self, layers: LayerStore) -> None:
-        self.layers = layers
-        self.collections = 0
-        self.chains: list[tuple[StoredLayer, ...]] = []
-        self.captured = 0
-
-    async def capture(self, disk_id: str) -> StoredLayer:
-        self.captured += 1
-        return self.chains[-1][-1]
-
-    async def collected(self) -> None:
-        self.collections += 1
-        await asyncio.to_thread(self.layers.collect_garbage)
-
-    async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]:
-        return self.chains.pop(0) if len(self.chains) > 1 else self.chains[0]
-
-
-class Node:
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.layers = LayerStore(home / "layers")
-        self.snapshots = LocalSnapshots(home / "snapshots", self.layers)
-        self.disk = Disk(self.layers)
-        assets = home / "assets"
-        assets.mkdir()
-        for name in ("vmlinux-1-a", "initramfs-a"):
-            (assets / name).write_text(name)
-        self.assets = GuestAssets(assets / "vmlinux-1-a", "1", assets / "initramfs-a", "0", assets / "blockd")
-        self.facts = FACTS
-        self.memory = home / "memory"
-        with self.memory.open("wb") as file:
-            file.truncate(4 * MIB)
-        self.state = home / "state"
-        self.state.write_bytes(b"devices")
-        self.saved = self.machines()
-
-    def machines(self, assets: GuestAssets | None = None) -> SavedMachines:
-        service = SnapshotService(self.snapshots)
-        return SavedMachines(service, self.layers, self.disk, assets or self.assets, lambda: self.facts)
-
-    def touch(self, offset: int, content: bytes) -> None:
-        with self.memory.open("r+b") as file:
-            file.seek(offset)
-            file.write(content)
-
-    async def layer(self, content: bytes) -> StoredLayer:
-        raw, out = self.home / "raw", self.home / "raw.layer"
-        raw.write_bytes(content.ljust(MIB, b"\0"))
-        await pack_memory(raw, (), out)
-        return self.layers.import_file(out, owner="disk:i1")
-
-    def capture(self, snapshot_id: str, parent_id: str | None = None, *, memory: bool = True) -> Capture:
-        return Capture(
-            snapshot_id=snapshot_id,
-            sandbox_id="i1",
-            template_id="base",
-            parent_id=None,
-            memory_parent_id=parent_id,
-            machine=MachineShape(2, 4, MIB),
-            agent_version="0.6.7",
-            agent_responsive=True,
-            default_user="user",
-            default_workdir=None,
-            env={},
-            metadata={},
-            memory=SavedMemory(self.memory, self.state, "token") if memory else None,
-        )
-
-    async def loaded(self, stack: Sequence[Path]) -> bytes:
-        out = self.home / "out"
-        await unpack_memory(stack, out, replace=True)
-        return out.read_bytes()
+from agentenv.snapshots.machines import hidden_id
+from agentenv.snapshots.manifest import SnapshotKind
 
 
 @pytest.fixture
-async def node(tmp_path: Path) -> Node:
-    node = Node(tmp_path)
-    node.disk.chains = [(await node.layer(b"disk"),)]
+async def node(tmp_path: Path) -> MachineNode:
+    node = MachineNode(tmp_path)
+    await node.begin()
     return node
 
 
-async def test_a_chain_of_captures_stores_what_changed(node: Node) -> None:
+async def test_a_chain_of_captures_stores_what_changed(node: MachineNode) -> None:
     parent: str | None = None
     sizes = []
     for number in range(machines.MOST_MEMORY_LAYERS + 2):
@@ -138,18 +51,20 @@ async def test_a_chain_of_captures_stores_what_changed(node: Node) -> None:
     assert sizes[machines.MOST_MEMORY_LAYERS] > MIB, "a deep stack is stored whole"
 
 
-async def test_the_disk_alone(node: Node) -> None:
+async def test_the_disk_alone(node: MachineNode) -> None:
     manifest = await node.saved.save(node.capture("pause-i1-1", memory=False))
     assert (manifest.kind, manifest.state, manifest.agent_token) == (SnapshotKind.FILESYSTEM, None, None)
     async with node.saved.load("pause-i1-1", memory=True) as machine:
         assert (machine.state, machine.kernel, machine.memory_layers) == (None, None, ())
-    await node.saved.delete("pause-i1-1")
+    await node.saved.remove("pause-i1-1")
+    with pytest.raises(SnapshotNotFoundError):
+        await node.saved.remove("pause-i1-1")
     await node.saved.delete("pause-i1-1")
     with pytest.raises(SnapshotNotFoundError):
         await node.saved.get("pause-i1-1")
 
 
-async def test_without_memory_it_boots_on_any_node(node: Node) -> None:
+async def test_without_memory_it_boots_on_any_node(node: MachineNode) -> None:
     await node.saved.save(node.capture("pause-i1-1"))
     node.facts = replace(FACTS, version="8.0", acceleration="kvm")
     with pytest.raises(SnapshotMismatchError, match=r"qemu 7\.2, this node runs 8\.0.*acceleration tcg.*memory: false"):
@@ -159,7 +74,7 @@ async def test_without_memory_it_boots_on_any_node(node: Node) -> None:
         assert machine.state is None
 
 
-async def test_older_kernel_and_initramfs_are_found_by_what_they_are(node: Node) -> None:
+async def test_older_kernel_and_initramfs_are_found_by_what_they_are(node: MachineNode) -> None:
     await node.saved.save(node.capture("pause-i1-1"))
     directory = node.assets.kernel.parent
     for name in ("vmlinux-2-b", "initramfs-b"):
@@ -174,7 +89,7 @@ async def test_older_kernel_and_initramfs_are_found_by_what_they_are(node: Node)
             pytest.fail("loaded")
 
 
-async def test_chain_that_is_merged_meanwhile_is_looked_at_again(node: Node) -> None:
+async def test_chain_that_is_merged_meanwhile_is_looked_at_again(node: MachineNode) -> None:
     gone = replace(node.disk.chains[0][0], digest="sha256:" + 64 * "0")
     node.disk.chains.insert(0, (gone,))
     manifest = await node.saved.save(node.capture("pause-i1-1"))
@@ -186,7 +101,7 @@ async def test_chain_that_is_merged_meanwhile_is_looked_at_again(node: Node) -> 
     assert node.layers.references("snapshot:pause-i1-2") == ()
 
 
-async def test_damaged_or_missing_parent_costs_space_only(node: Node) -> None:
+async def test_damaged_or_missing_parent_costs_space_only(node: MachineNode) -> None:
     node.touch(0, os.urandom(MIB))
     first = await node.saved.save(node.capture("pause-i1-1"))
     path = node.layers.get(first.memory_layers[0].digest).path
@@ -200,7 +115,7 @@ async def test_damaged_or_missing_parent_costs_space_only(node: Node) -> None:
             assert await node.loaded(machine.memory_layers) == node.memory.read_bytes()
 
 
-async def test_nothing_is_left_of_a_failure(node: Node) -> None:
+async def test_nothing_is_left_of_a_failure(node: MachineNode) -> None:
     node.memory.unlink()
     with pytest.raises((StorageError, LayerError)):
         await node.saved.save(node.capture("pause-i1-1"))
@@ -209,7 +124,7 @@ async def test_nothing_is_left_of_a_failure(node: Node) -> None:
     assert [path.name for path in (node.home / "snapshots").iterdir() if path.is_dir()] == []
 
 
-async def test_space_comes_back(node: Node) -> None:
+async def test_space_comes_back(node: MachineNode) -> None:
     node.touch(0, os.urandom(MIB))
     for number in range(4):
         await node.saved.save(node.capture(f"pause-i1-{number}"))
