@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from typing import Any
 
 import structlog
 
@@ -23,12 +26,16 @@ from agentenv.errors import (
     InsufficientStorageError,
     InvalidRequestError,
     SandboxStartError,
+    SnapshotError,
+    SnapshotMismatchError,
+    SnapshotNotFoundError,
+    TemplateNotFoundError,
     TooManyRequestsError,
 )
 from agentenv.guest.base import GuestIdentity
 from agentenv.network.base import EgressPolicy
 from agentenv.network.policy import parse_networks
-from agentenv.orchestrator import codec, logbook
+from agentenv.orchestrator import codec, logbook, responsiveness
 from agentenv.orchestrator.journal import KeyClaim, Outcome, Resource, ResourceKind
 from agentenv.orchestrator.launch import Holdings, LaunchPlan
 from agentenv.orchestrator.live import LiveSandbox
@@ -37,10 +44,35 @@ from agentenv.orchestrator.parts import OperationParts
 from agentenv.orchestrator.ports import Template
 from agentenv.orchestrator.states import Event, after
 from agentenv.orchestrator.tasks import OwnedTasks, to_the_end
+from agentenv.snapshots.machines import LoadableMachine
+from agentenv.snapshots.manifest import MachineShape
 
 _log = structlog.get_logger(__name__)
 _FULL_RETRY_AFTER_S = 5
 _IN_PROGRESS_RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a new sandbox is made from: a template, a snapshot, or another sandbox."""
+
+    template_id: str
+    alias: str | None
+    vcpus: int
+    memory_mib: int
+    disk_mib: int
+    default_user: str
+    default_workdir: str | None
+    env: Mapping[str, str]
+    """That of the request wins."""
+    snapshot_id: str | None
+    """See `Sandbox`."""
+    checkpoint_id: str | None
+    """See `Sandbox`."""
+    machine: Callable[[], AbstractAsyncContextManager[LoadableMachine]]
+    """Keeps what the sandbox is started from while the context lasts."""
+    starting_from: str | None = None
+    """The named snapshot that must not be deleted meanwhile."""
 
 
 class Creator:
@@ -55,12 +87,36 @@ class Creator:
 
     async def create(self, request: CreateRequest) -> Sandbox:
         """See `Orchestrator.create`."""
-        self._check_open()
-        self._check_request(request)
-        policy = egress_policy(request)
+        self.check(request)
         if request.idempotency_key is not None:
-            return await self._create_once(request, policy, request.idempotency_key)
-        task = self._starts.spawn(self._admit(request, policy, None), "create")
+            return await self._create_once(request, request.idempotency_key)
+        return await self._create(self._admit(request, None))
+
+    async def create_from(self, origin: Origin, request: CreateRequest) -> Sandbox:
+        """Start a sandbox from what the caller keeps. A cancelled call leaves nothing behind.
+
+        Raises:
+            AgentEnvError: as for `create`.
+        """
+        self.check(request)
+        return await self._create(self._admit_from(origin, request, None))
+
+    def check(self, request: CreateRequest) -> None:
+        """Refuse a request that can never be granted, or comes too late.
+
+        Raises:
+            InvalidRequestError: a timeout or network rule out of range.
+            CapacityError: the server stops.
+        """
+        if self._closing:
+            raise CapacityError("the server is stopping")
+        longest = self._parts.settings.sandbox.max_timeout_s
+        if not 0 < request.timeout_s <= longest:
+            raise InvalidRequestError(f"timeout must be between 1 and {longest} seconds")
+        egress_policy(request)
+
+    async def _create(self, admission: Coroutine[Any, Any, Sandbox]) -> Sandbox:
+        task = self._starts.spawn(admission, "create")
         try:
             return await self._outcome(task)
         except asyncio.CancelledError:
@@ -73,15 +129,6 @@ class Creator:
         """Undo the creates under way and let no more in."""
         self._closing = True
         await self._starts.close()
-
-    def _check_open(self) -> None:
-        if self._closing:
-            raise CapacityError("the server is stopping")
-
-    def _check_request(self, request: CreateRequest) -> None:
-        longest = self._parts.settings.sandbox.max_timeout_s
-        if not 0 < request.timeout_s <= longest:
-            raise InvalidRequestError(f"timeout must be between 1 and {longest} seconds")
 
     async def _outcome(self, task: asyncio.Task[Sandbox]) -> Sandbox:
         try:
@@ -100,20 +147,20 @@ class Creator:
         if live is not None and live.state is SandboxState.RUNNING:
             self._parts.presence.end(live, "the caller left before it was told of it")
 
-    async def _create_once(self, request: CreateRequest, policy: EgressPolicy, key: str) -> Sandbox:
+    async def _create_once(self, request: CreateRequest, key: str) -> Sandbox:
         digest = request.request_digest or _digest_of(request)
         known = self._digests.get(key)
         if known is not None:
             raise _mismatch(key) if known != digest else _in_progress(key)
         self._digests[key] = digest
-        task = self._starts.spawn(self._replay_or_admit(request, policy, KeyClaim(key, digest)), f"create {key}")
+        task = self._starts.spawn(self._replay_or_admit(request, KeyClaim(key, digest)), f"create {key}")
         task.add_done_callback(lambda _: self._digests.pop(key, None))
         return await self._outcome(task)
 
-    async def _replay_or_admit(self, request: CreateRequest, policy: EgressPolicy, claim: KeyClaim) -> Sandbox:
+    async def _replay_or_admit(self, request: CreateRequest, claim: KeyClaim) -> Sandbox:
         record = await self._parts.journal.find_key(claim.key)
         if record is None:
-            return await self._admit(request, policy, claim)
+            return await self._admit(request, claim)
         if record.claim.digest != claim.digest:
             raise _mismatch(claim.key)
         if record.sandbox is not None:
@@ -128,48 +175,82 @@ class Creator:
             should_retry=False,
         )
 
-    async def _admit(self, request: CreateRequest, policy: EgressPolicy, claim: KeyClaim | None) -> Sandbox:
+    async def _admit(self, request: CreateRequest, claim: KeyClaim | None) -> Sandbox:
+        template = await self._parts.templates.resolve(request.template)
+        if template.snapshot_id is not None and request.memory:
+            manifest = await self._parts.saved.get(template.snapshot_id)
+            if manifest.state is not None and not manifest.agent_responsive:
+                raise responsiveness.agent_was_silent(
+                    f"the agent did not answer when snapshot '{request.template}' was taken, so its saved memory is of "
+                    "no use; create with memory: false boots from its disk"
+                )
+        return await self._admit_from(self._origin(template, memory=request.memory), request, claim)
+
+    async def _admit_from(self, origin: Origin, request: CreateRequest, claim: KeyClaim | None) -> Sandbox:
         parts = self._parts
-        template = await parts.templates.resolve(request.template)
-        most = parts.settings.sandbox.max_running
-        check_room(parts.live.running + parts.cleaner.machines, most)
-        live = self._new_sandbox(request, template)
+        check_room(parts.live.running + parts.cleaner.machines, parts.settings.sandbox.max_running)
+        if origin.starting_from in parts.deleting:
+            raise TemplateNotFoundError(request.template)
+        live = self._new_sandbox(origin, request)
         parts.live.add(live)
         try:
             async with parts.gate.place():
-                with parts.admission.reserve(template.memory_mib):
-                    return await self._start(live, template, policy, claim)
+                with parts.admission.reserve(origin.memory_mib):
+                    return await self._start(live, origin, claim)
         finally:
+            live.starting_from = None
             if live.state is not SandboxState.RUNNING:
                 parts.live.drop(live.sandbox.id)
 
-    def _new_sandbox(self, request: CreateRequest, template: Template) -> LiveSandbox:
+    def _origin(self, template: Template, *, memory: bool) -> Origin:
+        parts, snapshot_id = self._parts, template.snapshot_id
+        fresh = LoadableMachine(
+            MachineShape(template.vcpus, template.memory_mib, template.disk_mib * MIB), tuple(template.layers)
+        )
+        return Origin(
+            template_id=template.template_id,
+            alias=template.names[0] if template.names else None,
+            vcpus=template.vcpus,
+            memory_mib=template.memory_mib,
+            disk_mib=template.disk_mib,
+            default_user=template.default_user,
+            default_workdir=template.default_workdir,
+            env=template.env,
+            snapshot_id=snapshot_id,
+            checkpoint_id=snapshot_id,
+            machine=lambda: nullcontext(fresh) if snapshot_id is None else parts.saved.load(snapshot_id, memory=memory),
+            starting_from=snapshot_id,
+        )
+
+    def _new_sandbox(self, origin: Origin, request: CreateRequest) -> LiveSandbox:
         now = self._parts.clock.now()
         private = request.network is not None and request.network.allow_public_traffic is False
         sandbox = Sandbox(
             id=ids.new_sandbox_id(),
             state=SandboxState.STARTING,
-            template_id=template.template_id,
-            alias=template.names[0] if template.names else None,
+            template_id=origin.template_id,
+            alias=origin.alias,
             started_at=now,
             end_at=now + timedelta(seconds=request.timeout_s),
-            vcpus=template.vcpus,
-            memory_mib=template.memory_mib,
-            disk_mib=template.disk_mib,
+            vcpus=origin.vcpus,
+            memory_mib=origin.memory_mib,
+            disk_mib=origin.disk_mib,
             envd_version="",
             envd_access_token=ids.new_token(),
             traffic_access_token=ids.new_token() if private else None,
             life=1,
             request=request,
-            default_user=template.default_user,
-            default_workdir=template.default_workdir,
-            template_env=dict(template.env),
+            default_user=origin.default_user,
+            default_workdir=origin.default_workdir,
+            template_env=dict(origin.env),
+            snapshot_id=origin.snapshot_id,
+            checkpoint_id=origin.checkpoint_id,
         )
-        return LiveSandbox(sandbox, Holdings(sandbox.id, self._parts.settings.paths.sandbox(sandbox.id)))
+        live = LiveSandbox(sandbox, Holdings(sandbox.id, self._parts.settings.paths.sandbox(sandbox.id)))
+        live.starting_from = origin.starting_from
+        return live
 
-    async def _start(
-        self, live: LiveSandbox, template: Template, policy: EgressPolicy, claim: KeyClaim | None
-    ) -> Sandbox:
+    async def _start(self, live: LiveSandbox, origin: Origin, claim: KeyClaim | None) -> Sandbox:
         parts = self._parts
         sandbox = live.sandbox
         began = parts.clock.monotonic()
@@ -184,7 +265,8 @@ class Creator:
                 claim,
                 sandbox.started_at,
             )
-            info = await parts.launcher.launch(_plan(sandbox, template, policy), live.holdings)
+            async with origin.machine() as machine:
+                info = await parts.launcher.launch(_plan(sandbox, machine), live.holdings)
             running = self._ready(sandbox, info.version)
             await logbook.append(
                 live.holdings.directory, LogEntry(sandbox.started_at, "info", "orchestrator", "sandbox start began")
@@ -263,14 +345,15 @@ def identity_of(sandbox: Sandbox) -> GuestIdentity:
     )
 
 
-def _plan(sandbox: Sandbox, template: Template, policy: EgressPolicy) -> LaunchPlan:
+def _plan(sandbox: Sandbox, machine: LoadableMachine) -> LaunchPlan:
     return LaunchPlan(
-        layers=template.layers,
-        disk_bytes=template.disk_mib * MIB,
-        policy=policy,
-        vcpus=sandbox.vcpus,
-        memory_mib=sandbox.memory_mib,
+        layers=machine.disk_layers,
+        disk_bytes=machine.shape.disk_bytes,
+        policy=egress_policy(sandbox.request),
+        vcpus=machine.shape.vcpus,
+        memory_mib=machine.shape.memory_mib,
         identity=identity_of(sandbox),
+        saved=machine,
     )
 
 
@@ -297,6 +380,10 @@ def worded_start(sandbox_id: str, error: BaseException) -> AgentEnvError:
     """The error that the caller of a failed start gets: refusals as they are, failures as a failed start."""
     if isinstance(error, InsufficientStorageError | CapacityError):
         return error
+    if isinstance(error, SnapshotMismatchError | SnapshotNotFoundError):
+        return error
+    if isinstance(error, SnapshotError):
+        return SnapshotError(f"sandbox {sandbox_id} could not be started: {error.message}")
     if isinstance(error, AgentEnvError):
         return SandboxStartError(f"sandbox {sandbox_id} could not be started: {error.message}")
     _log.error("start_crashed", sandbox=sandbox_id, exc_info=error)

@@ -177,6 +177,33 @@ class Journal:
 
         await self._database.run(work)
 
+    async def begin_capture(self, sandbox: Sandbox, now: datetime) -> None:
+        """Write down that the machine of a sandbox is going to stand still for a moment."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _write_sandbox(db, sandbox)
+            _note_intent(db, sandbox.id, "capture", "stand still", now)
+
+        await self._database.run(work)
+
+    async def end_capture(self, sandbox: Sandbox) -> None:
+        """Write down that it runs on."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _write_sandbox(db, sandbox)
+            db.execute("DELETE FROM intents WHERE sandbox_id = ?", (sandbox.id,))
+
+        await self._database.run(work)
+
+    async def note_checkpoint(self, sandbox: Sandbox) -> None:
+        """Write down that a sandbox goes on from a snapshot that was taken of it, and from no hidden one any more."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _write_sandbox(db, sandbox)
+            _keep_snapshot(db, sandbox)
+
+        await self._database.run(work)
+
     async def begin_pause(self, sandbox: Sandbox, now: datetime) -> None:
         """Write down that a sandbox is being paused, and into which hidden snapshot."""
 

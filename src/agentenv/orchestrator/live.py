@@ -12,6 +12,7 @@ from agentenv.errors import SandboxNotFoundError
 from agentenv.orchestrator.launch import Holdings
 from agentenv.orchestrator.model import Sandbox, SandboxState
 from agentenv.orchestrator.states import VISIBLE, Event, after
+from agentenv.snapshots.manifest import HIDDEN_PREFIX
 
 
 class LiveSandbox:
@@ -22,10 +23,14 @@ class LiveSandbox:
         self.holdings = holdings
         self.changing = asyncio.Lock()
         """Held while a caller's change is written down, so that changes do not overtake each other."""
+        self.saving = asyncio.Lock()
+        """Held while it is saved, up to the end of packing: one snapshot, fork or pause at a time."""
         self.watcher: asyncio.Task[None] | None = None
         """Waits for the end of the VM."""
         self.transition: asyncio.Task[Any] | None = None
-        """The pause or resume that was begun last."""
+        """The pause, resume or roll back that was begun last, or the moment of a capture. A kill cuts it short."""
+        self.starting_from: str | None = None
+        """The named snapshot that it needs until it runs."""
         self.not_before: datetime | None = None
         """A pause that failed at the end of its time is not tried again before this."""
 
@@ -42,6 +47,12 @@ class LiveSandbox:
         state = after(self.sandbox.state, event)
         if state is not None:
             self.sandbox = replace(self.sandbox, state=state)
+
+
+def owned_snapshots(sandbox: Sandbox) -> set[str]:
+    """The hidden snapshots that belong to a sandbox: those of its own pauses. A fork goes on from another one's."""
+    names = {name for name in (sandbox.snapshot_id, sandbox.pausing_into) if name is not None}
+    return {name for name in names if name.startswith(f"{HIDDEN_PREFIX}{sandbox.id}-")}
 
 
 class LiveSandboxes:

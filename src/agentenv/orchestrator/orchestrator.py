@@ -7,7 +7,7 @@ beside this one; nothing of HTTP is here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TypeVar
@@ -19,18 +19,20 @@ from agentenv.errors import (
     AgentEnvError,
     ConflictError,
     InvalidRequestError,
-    NotImplementedYetError,
     SandboxNotFoundError,
 )
 from agentenv.orchestrator import logbook
 from agentenv.orchestrator.admission import Admission, StartGate
+from agentenv.orchestrator.capturing import Capturer
 from agentenv.orchestrator.cleanup import Cleaner
 from agentenv.orchestrator.clock import SystemClock
 from agentenv.orchestrator.creation import Creator
 from agentenv.orchestrator.disk_events import DiskEvents
+from agentenv.orchestrator.forking import Forker
 from agentenv.orchestrator.guest_memory import SavedMemoryFiles
 from agentenv.orchestrator.journal import Journal
 from agentenv.orchestrator.launch import Launcher, Releaser, WarmPool
+from agentenv.orchestrator.lifetimes import Lifetimes
 from agentenv.orchestrator.live import LiveSandbox, LiveSandboxes
 from agentenv.orchestrator.model import (
     CollectedSpace,
@@ -64,8 +66,9 @@ from agentenv.orchestrator.presence import Presence, wakes
 from agentenv.orchestrator.reconcile import Adopted, Reconciler
 from agentenv.orchestrator.rolling_back import RollBack
 from agentenv.orchestrator.routes import Route, RouteTable
+from agentenv.orchestrator.shelf import Shelf, info_of
 from agentenv.orchestrator.states import VISIBLE
-from agentenv.orchestrator.tasks import OwnedTasks, to_the_end
+from agentenv.orchestrator.tasks import OwnedTasks
 from agentenv.orchestrator.waking import start_in_flight
 from agentenv.vmm.base import Vmm
 
@@ -183,6 +186,10 @@ class Orchestrator:
         )
         self._creator = Creator(parts)
         self._pauser = Pauser(parts)
+        self._capturer = Capturer(parts)
+        self._forker = Forker(parts, self._capturer, self._creator)
+        self._shelf = Shelf(parts)
+        self._lifetimes = Lifetimes(parts)
         self._roll_back = RollBack(parts, self._pauser)
 
     async def start(self) -> None:
@@ -277,12 +284,12 @@ class Orchestrator:
                 raise ConflictError(f"sandbox {sandbox_id} is being killed")
             live = await self._settled(sandbox_id)
             if live.state is SandboxState.PAUSED:
-                task = self._pauser.resume(live, self._capped(timeout_s), memory=memory)
+                task = self._pauser.resume(live, self._lifetimes.capped(timeout_s), memory=memory)
                 return await self._outcome(task, sandbox_id), True
             if live.state is not SandboxState.RUNNING:
                 raise start_in_flight(sandbox_id)
             try:
-                return await self._change_end(sandbox_id, timeout_s, extend_only=True), False
+                return await self._lifetimes.change_end(live, timeout_s, extend_only=True), False
             except (ConflictError, SandboxNotFoundError):
                 # Its time may have ended in a pause just now; then it is resumed.
                 if live.state not in (SandboxState.PAUSING, SandboxState.PAUSED):
@@ -308,7 +315,7 @@ class Orchestrator:
         live = await self._settled(sandbox_id)
         if live.state is SandboxState.RUNNING:
             raise ConflictError(f"sandbox {sandbox_id} is running already", should_retry=False)
-        task = self._pauser.resume(live, self._capped(timeout_s), memory=memory)
+        task = self._pauser.resume(live, self._lifetimes.capped(timeout_s), memory=memory)
         if auto_pause is not None:
             on_timeout = OnTimeout.PAUSE if auto_pause else OnTimeout.KILL
             request = replace(
@@ -332,7 +339,7 @@ class Orchestrator:
             InsufficientStorageError: a disk is full. It runs on.
             AgentEnvError: of the step that failed. It runs on.
         """
-        live = self._live.visible(sandbox_id)
+        live = await self._settled(sandbox_id, (SandboxState.CAPTURING,))
         await self._outcome(self._pauser.pause(live, memory=memory, require_healthy=require_healthy), sandbox_id)
 
     def get(self, sandbox_id: str) -> Sandbox:
@@ -366,7 +373,7 @@ class Orchestrator:
             ConflictError: it changes its state.
             InvalidRequestError: the longest session is over already.
         """
-        await self._change_end(sandbox_id, timeout_s, extend_only=False)
+        await self._lifetimes.change_end(self._live.visible(sandbox_id), timeout_s, extend_only=False)
 
     async def refresh(self, sandbox_id: str, duration_s: int) -> None:
         """Let a sandbox live for `duration_s` seconds from now at least (15 or more), never shorter than before.
@@ -375,7 +382,9 @@ class Orchestrator:
             SandboxNotFoundError: there is none, or it is paused.
             ConflictError: it changes its state.
         """
-        await self._change_end(sandbox_id, max(duration_s, SHORTEST_REFRESH_S), extend_only=True)
+        await self._lifetimes.change_end(
+            self._live.visible(sandbox_id), max(duration_s, SHORTEST_REFRESH_S), extend_only=True
+        )
 
     def metrics(self, sandbox_id: str, start: datetime | None, end: datetime | None) -> Sequence[MetricSample]:
         """Return readings of the last hour from `start` to `end` (both included), ascending. Empty right after start.
@@ -422,7 +431,28 @@ class Orchestrator:
         )
 
     async def snapshot(self, sandbox_id: str, *, name: str | None = None, memory: bool = True) -> SnapshotInfo:
-        raise NotImplementedYetError("snapshots are not here yet")
+        """Make a named snapshot of a sandbox, which stands still for a moment and runs on.
+
+        It is durable when this returns. A cancelled call does not stop it.
+
+        Args:
+            sandbox_id: which.
+            name: `alias[:tag]`. A name that other snapshots have makes it a new build of the same template.
+            memory: whether processes shall go on in what is created from it. Otherwise its disk alone is kept, flushed
+                before.
+
+        Raises:
+            NotFoundError: there is no such sandbox, or it is paused.
+            ConflictError: it changes its state.
+            InvalidRequestError: the name is malformed, or that of a template.
+            GuestUnresponsiveError: its agent does not answer, and `memory` is off.
+            CapacityError: no memory for a copy of its own.
+            InsufficientStorageError: a disk is full, or the budget of snapshots is.
+            AgentEnvError: of the step that failed. It runs on in any case.
+        """
+        live = self._live.visible(sandbox_id)
+        work = self._capturer.snapshot(live, name=name, memory=memory)
+        return info_of(await self._outcome(self._operations.spawn(work, f"snapshot {sandbox_id}"), sandbox_id))
 
     async def fork(
         self,
@@ -432,7 +462,28 @@ class Orchestrator:
         timeout_s: int,
         on_result: Callable[[Sandbox | AgentEnvError], None] | None = None,
     ) -> Sequence[Sandbox | AgentEnvError]:
-        raise NotImplementedYetError("forks are not here yet")
+        """Start copies of a sandbox, which stands still for a moment and runs on before the first one starts.
+
+        A cancelled call leaves no copy.
+
+        Args:
+            sandbox_id: which.
+            count: how many, 1 to 100.
+            timeout_s: seconds that each lives.
+            on_result: told of each as soon as it is known.
+
+        Returns:
+            Each copy, or why it could not be started.
+
+        Raises:
+            SandboxNotFoundError: there is none.
+            ConflictError: it is paused, or changes its state.
+            InvalidRequestError: `count` or `timeout_s` is out of range.
+            GuestUnresponsiveError: its agent does not answer.
+            AgentEnvError: it could not be captured. It runs on in any case.
+        """
+        live = self._live.visible(sandbox_id)
+        return await self._forker.fork(live, count=count, timeout_s=timeout_s, on_result=on_result)
 
     async def rollback(self, sandbox_id: str, reference: str) -> Sandbox:
         """Put a running sandbox back to a snapshot of its own. It keeps its id, its tokens and its time.
@@ -453,16 +504,48 @@ class Orchestrator:
         return await self._outcome(self._roll_back.begin(self._live.visible(sandbox_id), reference), sandbox_id)
 
     async def snapshots(self, *, sandbox_id: str | None = None, name: str | None = None) -> Sequence[SnapshotInfo]:
-        raise NotImplementedYetError("snapshots are not here yet")
+        """Return the named snapshots, the oldest first.
+
+        Args:
+            sandbox_id: only those that were taken of it. It may be gone.
+            name: only those that were taken under this `alias`, or `alias:tag`.
+
+        Raises:
+            InvalidRequestError: the name is malformed.
+            StorageError: they cannot be read.
+        """
+        return await self._shelf.list(sandbox_id=sandbox_id, name=name)
 
     async def find_snapshot(self, reference: str) -> SnapshotInfo:
-        raise NotImplementedYetError("snapshots are not here yet")
+        """Return a named snapshot.
+
+        Raises:
+            SnapshotNotFoundError: nothing is called so.
+            InvalidRequestError: the reference is malformed.
+            SnapshotError: it is damaged.
+        """
+        return await self._shelf.find(reference)
 
     async def delete_snapshot(self, reference: str) -> None:
-        raise NotImplementedYetError("snapshots are not here yet")
+        """Delete a named snapshot, a damaged one, too. A cancelled call does not stop it.
+
+        Raises:
+            SnapshotNotFoundError: nothing is called so.
+            InvalidRequestError: the reference is malformed, or a sandbox is paused in it or just starts from it.
+            StorageError: it cannot be deleted.
+        """
+        await self._shelf.delete(reference)
 
     async def snapshot_tree(self, sandbox_id: str | None = None) -> tuple[SnapshotNode, ...]:
-        raise NotImplementedYetError("snapshots are not here yet")
+        """Return the roots of the family tree of named snapshots.
+
+        Args:
+            sandbox_id: only those that were taken of it, and what they go back to.
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+        return await self._shelf.tree(sandbox_id)
 
     async def space(self) -> SpaceReport:
         """What takes up the disk of this node.
@@ -498,7 +581,7 @@ class Orchestrator:
             if live.state is SandboxState.PAUSED:
                 if not wakes(live.sandbox):
                     return None
-                self._pauser.resume(live, self._capped(live.sandbox.request.timeout_s), memory=None)
+                self._pauser.resume(live, self._lifetimes.capped(live.sandbox.request.timeout_s), memory=None)
             transition = live.transition
             if transition is None:
                 return None
@@ -508,10 +591,12 @@ class Orchestrator:
                 await asyncio.wait([transition])
         return self.routes.get(sandbox_id)
 
-    async def _settled(self, sandbox_id: str) -> LiveSandbox:
-        """A visible sandbox that is not being paused."""
+    async def _settled(
+        self, sandbox_id: str, moments: Collection[SandboxState] = (SandboxState.CAPTURING, SandboxState.PAUSING)
+    ) -> LiveSandbox:
+        """A visible sandbox that is not being paused, or captured."""
         live = self._live.visible(sandbox_id)
-        while live.state is SandboxState.PAUSING and live.transition is not None:
+        while live.state in moments and live.transition is not None:
             await asyncio.wait([live.transition])
             live = self._live.visible(sandbox_id)
         return live
@@ -525,43 +610,6 @@ class Orchestrator:
             if task.cancelled() and (caller is None or not caller.cancelling()):
                 raise SandboxNotFoundError(sandbox_id) from None
             raise
-
-    def _capped(self, timeout_s: int) -> int:
-        return min(timeout_s, self._settings.sandbox.max_timeout_s)
-
-    async def _change_end(self, sandbox_id: str, timeout_s: int, *, extend_only: bool) -> Sandbox:
-        live = self._live.visible(sandbox_id)
-        change = self._operations.spawn(self._move_end(live, timeout_s, extend_only), f"change the end of {sandbox_id}")
-        return await to_the_end(change)
-
-    async def _move_end(self, live: LiveSandbox, timeout_s: int, extend_only: bool) -> Sandbox:
-        async with live.changing:
-            self._check_running(live)
-            sandbox = live.sandbox
-            now = self._clock.now()
-            if timeout_s <= 0:
-                self._presence.expire(live, "expired by request")
-                return sandbox
-            latest = sandbox.session_began + timedelta(seconds=self._settings.sandbox.max_timeout_s)
-            if latest <= now:
-                raise InvalidRequestError(
-                    f"sandbox {sandbox.id} has reached the longest session of {self._settings.sandbox.max_timeout_s} s"
-                )
-            end_at = min(now + timedelta(seconds=min(timeout_s, self._settings.sandbox.max_timeout_s)), latest)
-            if extend_only:
-                end_at = max(end_at, sandbox.end_at)
-            if end_at != sandbox.end_at:
-                await self._journal.set_end(sandbox.id, end_at)
-                self._check_running(live)  # it may have expired, or died, meanwhile
-                live.sandbox = replace(live.sandbox, end_at=end_at)
-                self._presence.set_end(live)
-            return live.sandbox
-
-    def _check_running(self, live: LiveSandbox) -> None:
-        if live.state in (SandboxState.PAUSING, SandboxState.RESUMING):
-            raise ConflictError(f"sandbox {live.sandbox.id} is {live.state}; try again")
-        if live.state is not SandboxState.RUNNING:
-            raise SandboxNotFoundError(live.sandbox.id)
 
     def _adopt(self, adopted: Adopted) -> None:
         live = LiveSandbox(adopted.sandbox, adopted.holdings)

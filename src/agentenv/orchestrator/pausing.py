@@ -14,16 +14,15 @@ from pathlib import Path
 
 import structlog
 
-from agentenv.config import MIB
 from agentenv.errors import (
     AgentEnvError,
     ConflictError,
-    GuestAgentError,
     GuestUnresponsiveError,
     SandboxNotFoundError,
     VmmError,
 )
-from agentenv.orchestrator import logbook
+from agentenv.orchestrator import logbook, responsiveness
+from agentenv.orchestrator.capturing import STATE_NAME, Shot, capture_of
 from agentenv.orchestrator.creation import check_room
 from agentenv.orchestrator.journal import Resource, ResourceKind
 from agentenv.orchestrator.live import LiveSandbox
@@ -31,15 +30,11 @@ from agentenv.orchestrator.model import LogEntry, PauseMode, Sandbox, SandboxSta
 from agentenv.orchestrator.parts import OperationParts
 from agentenv.orchestrator.states import Event
 from agentenv.orchestrator.tasks import in_thread, to_the_end
-from agentenv.orchestrator.waking import Waker, agent_was_silent, check_still, start_in_flight, worded_wake
-from agentenv.snapshots.machines import Capture, SavedMemory, hidden_id
-from agentenv.snapshots.manifest import MachineShape
+from agentenv.orchestrator.waking import Waker, check_still, start_in_flight, worded_wake
+from agentenv.snapshots.machines import SavedMemory, hidden_id
 
 _log = structlog.get_logger(__name__)
-STATE_NAME = "state"
-"""The saved devices, in the sandbox's directory, until the snapshot has them."""
-_HEALTH_TRIES = 3
-"""An emulated guest on a busy host may miss one or two; one that is taken for hung loses its memory."""
+_REFUSAL = "was not paused"
 _RETRY_S = 30
 """A pause that failed at the end of a sandbox's time is tried again after so long."""
 
@@ -90,7 +85,7 @@ class Pauser:
         if live.state is not SandboxState.PAUSED:
             raise start_in_flight(sandbox.id)
         if sandbox.agent_unresponsive_at_pause and memory is not False and sandbox.pause_mode is PauseMode.FULL:
-            raise agent_was_silent(
+            raise responsiveness.agent_was_silent(
                 f"the agent of sandbox {sandbox.id} did not answer when it was paused, so its saved memory is of no "
                 "use; connect with memory: false boots it from its disk"
             )
@@ -120,13 +115,18 @@ class Pauser:
             _log.warning("auto_pause_failed", sandbox=live.sandbox.id, error=error.message)
 
     async def _pause(self, live: LiveSandbox, memory: bool, require_healthy: bool) -> None:
+        async with live.saving:  # until a snapshot that is being taken is there
+            await self._pause_now(live, memory, require_healthy)
+
+    async def _pause_now(self, live: LiveSandbox, memory: bool, require_healthy: bool) -> None:
         parts = self._parts
         sandbox = live.sandbox
         began = parts.clock.monotonic()
         snapshot_id = hidden_id(sandbox.id)
         hidden = False
         try:
-            responsive = await self._check_agent(live, needed=require_healthy or not memory)
+            needed = require_healthy or not memory
+            responsive = await responsiveness.answers(parts.agents, live, needed=needed, refusal=_REFUSAL)
             live.holdings.snapshots.add(snapshot_id)
             live.sandbox = replace(live.sandbox, pausing_into=snapshot_id)
             await parts.journal.begin_pause(live.sandbox, parts.clock.now())
@@ -137,7 +137,7 @@ class Pauser:
                 if memory:
                     parts.presence.let_sleep(live)
                 else:
-                    await self._sync(live)
+                    await responsiveness.flush(parts.agents, live, refusal=_REFUSAL)
                 await self._save(live, snapshot_id, memory, responsive)
             now = parts.clock.now()
             paused = replace(
@@ -172,35 +172,6 @@ class Pauser:
         message = "paused" if memory else "paused without its memory"
         await logbook.append(live.holdings.directory, LogEntry(now, "info", "orchestrator", message))
 
-    async def _check_agent(self, live: LiveSandbox, *, needed: bool) -> bool:
-        """Whether the agent answers."""
-        sandbox, slot = live.sandbox, live.holdings.slot
-        assert slot is not None  # noqa: S101 - it runs
-        agent = self._parts.agents(str(slot.address), sandbox.envd_access_token)
-        for tries_left in reversed(range(_HEALTH_TRIES)):
-            try:
-                await agent.health()
-                return True
-            except GuestAgentError as error:
-                if tries_left:
-                    continue
-                if needed:
-                    raise GuestUnresponsiveError(
-                        f"sandbox {sandbox.id} was not paused, it runs on: {error.message}"
-                    ) from error
-                _log.warning("agent_silent_at_pause", sandbox=sandbox.id, error=error.message)
-        return False
-
-    async def _sync(self, live: LiveSandbox) -> None:
-        slot = live.holdings.slot
-        assert slot is not None  # noqa: S101 - it runs
-        try:
-            await self._parts.agents(str(slot.address), live.sandbox.envd_access_token).sync()
-        except GuestAgentError as error:
-            raise GuestUnresponsiveError(
-                f"sandbox {live.sandbox.id} was not paused, it runs on: its disk could not be flushed: {error.message}"
-            ) from error
-
     async def _save(self, live: LiveSandbox, snapshot_id: str, memory: bool, responsive: bool) -> None:
         sandbox, machine, directory = live.sandbox, live.holdings.machine, live.holdings.directory
         assert machine is not None  # noqa: S101 - it runs
@@ -213,23 +184,8 @@ class Pauser:
                     raise VmmError(f"the memory of sandbox {sandbox.id} is in no file that could be saved")
                 await machine.save_state(state)
                 saved_memory = SavedMemory(Path(machine.record.memory_file), state, sandbox.envd_access_token)
-            await self._parts.saved.save(
-                Capture(
-                    snapshot_id=snapshot_id,
-                    sandbox_id=sandbox.id,
-                    template_id=sandbox.template_id,
-                    parent_id=sandbox.checkpoint_id,
-                    memory_parent_id=sandbox.snapshot_id,
-                    machine=MachineShape(sandbox.vcpus, sandbox.memory_mib, sandbox.disk_mib * MIB),
-                    agent_version=sandbox.envd_version,
-                    agent_responsive=responsive,
-                    default_user=sandbox.default_user,
-                    default_workdir=sandbox.default_workdir,
-                    env=sandbox.template_env,
-                    metadata=sandbox.request.metadata,
-                    memory=saved_memory,
-                )
-            )
+            shot = Shot(snapshot_id, memory, responsive)
+            await self._parts.saved.save(capture_of(sandbox, shot, saved_memory))
         finally:
             await in_thread(lambda: state.unlink(missing_ok=True))
 

@@ -128,6 +128,9 @@ class SnapshotCatalog(Protocol):
     async def tree(self, sandbox_id: str | None = None) -> Sequence[accounting.SnapshotNode]:
         """The roots of the family tree, of one sandbox or of all."""
 
+    async def usage(self) -> accounting.UsageReport:
+        """What each snapshot costs."""
+
     async def name(self, name: str | None, taken: Collection[str]) -> Naming:
         """Say what a new snapshot is to be called; no name in `taken` is given away.
 

@@ -1,8 +1,9 @@
 """At the start of a server: what the journal says is compared with what really is, and the truth wins.
 
 Sandboxes that run are taken over, paused ones stay paused. A sandbox that the server left on the way from one to the
-other is as before, or, once its snapshot exists, as after. All else that carries our mark and belongs to none of them
-is removed: processes, memory files, disks, slots, directories, hidden snapshots, journal rows.
+other is as before, or, once its snapshot exists, as after; one that it left standing still for a capture runs on. All
+else that carries our mark and belongs to none of them is removed: processes, memory files, disks, slots, directories,
+hidden snapshots, journal rows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from agentenv.network.base import Slot
 from agentenv.orchestrator.cleanup import Cleaner
 from agentenv.orchestrator.journal import Journal, JournalEntry, ResourceKind
 from agentenv.orchestrator.launch import Holdings, Releaser, remove_directory
+from agentenv.orchestrator.live import owned_snapshots
 from agentenv.orchestrator.model import PauseMode, Sandbox, SandboxState
 from agentenv.orchestrator.ports import DiskStore, HostProbe, OrphanReaper, SavedMachines, SlotPool
 from agentenv.orchestrator.tasks import in_thread, together
@@ -108,7 +110,7 @@ class Reconciler:
         await self._for_each([one for one in found if one.verdict is not None], self._remove)
         await self._remove_strays({one.entry.sandbox.id for one in found})
         kept = [one for one in found if one.verdict is None]
-        await self._remove_snapshots({one.entry.sandbox.snapshot_id for one in kept})
+        await self._remove_snapshots({name for one in kept for name in owned_snapshots(one.entry.sandbox)})
         return [Adopted(one.entry.sandbox, self._holdings(one.entry.sandbox, one.slot, one.machine)) for one in kept]
 
     async def _reconcile_disks(self, keep: list[str]) -> None:
@@ -135,7 +137,7 @@ class Reconciler:
             one.paused, one.verdict = await self._find_paused(entry.sandbox)
         if one.paused is not None or one.verdict is not None:
             return
-        if state not in (SandboxState.RUNNING, SandboxState.PAUSING):
+        if state not in (SandboxState.RUNNING, SandboxState.PAUSING, SandboxState.CAPTURING):
             one.verdict = f"the server stopped while it was {state}"
         elif entry.machine is None or entry.slot is None:
             one.verdict = "the journal lacks its machine or its slot"
@@ -187,17 +189,18 @@ class Reconciler:
             if sandbox != one.paused or one.entry.machine is not None or one.entry.intent is not None:
                 await self._journal.finish_pause(one.paused)
             one.entry = replace(one.entry, sandbox=one.paused)
-        elif sandbox.state is SandboxState.PAUSING:
+        elif sandbox.state in (SandboxState.PAUSING, SandboxState.CAPTURING):
+            what = "pause" if sandbox.state is SandboxState.PAUSING else "capture"
             assert one.machine is not None  # noqa: S101 - it runs
             try:
                 await one.machine.resume()
             except AgentEnvError as error:
-                one.verdict = f"a pause was cut short, and its VM cannot run on: {error.message}"
+                one.verdict = f"a {what} was cut short, and its VM cannot run on: {error.message}"
                 return
             running = replace(sandbox, state=SandboxState.RUNNING, pausing_into=None)
             await self._journal.abort_pause(running)
             one.entry = replace(one.entry, sandbox=running)
-            _log.info("pause_undone", sandbox=sandbox.id)
+            _log.info(f"{what}_undone", sandbox=sandbox.id)
 
     async def _find_slot(self, one: _Found) -> None:
         slot = one.entry.slot
@@ -244,7 +247,7 @@ class Reconciler:
         except AgentEnvError as error:
             self._cleaner.take_over(holdings, error)
 
-    async def _remove_snapshots(self, kept: Collection[str | None]) -> None:
+    async def _remove_snapshots(self, kept: Collection[str]) -> None:
         """Hidden snapshots that no sandbox goes on from."""
         try:
             for snapshot_id in await self._saved.hidden():
@@ -255,5 +258,4 @@ class Reconciler:
             _log.warning("stray_snapshots_not_removed", error=error.message)
 
     def _holdings(self, sandbox: Sandbox, slot: Slot | None, machine: Machine | None) -> Holdings:
-        snapshots = {name for name in (sandbox.snapshot_id, sandbox.pausing_into) if name is not None}
-        return Holdings(sandbox.id, self._sandboxes / sandbox.id, slot, machine, snapshots)
+        return Holdings(sandbox.id, self._sandboxes / sandbox.id, slot, machine, owned_snapshots(sandbox))

@@ -22,13 +22,14 @@ from agentenv.errors import (
     SnapshotNotFoundError,
     TemplateNotFoundError,
 )
+from agentenv.orchestrator import responsiveness
 from agentenv.orchestrator.live import LiveSandbox
 from agentenv.orchestrator.model import OnTimeout, PauseMode, Sandbox, SandboxState
 from agentenv.orchestrator.parts import OperationParts
 from agentenv.orchestrator.pausing import Pauser
 from agentenv.orchestrator.states import Event
 from agentenv.orchestrator.tasks import to_the_end
-from agentenv.orchestrator.waking import Waker, agent_was_silent, worded_wake
+from agentenv.orchestrator.waking import Waker, worded_wake
 from agentenv.snapshots.machines import LoadableMachine
 from agentenv.templates.snapshots import Published
 
@@ -119,7 +120,7 @@ class RollBack:
                 "sandbox can only be rolled back to a snapshot of its own. Create one from that snapshot instead"
             )
         if not manifest.agent_responsive and manifest.state is not None:
-            raise agent_was_silent(
+            raise responsiveness.agent_was_silent(
                 f"the agent of sandbox {sandbox_id} did not answer when snapshot '{found.reference}' was taken, so "
                 "its saved memory is of no use"
             )

@@ -118,15 +118,6 @@ def start_in_flight(sandbox_id: str) -> ConflictError:
     )
 
 
-def agent_was_silent(what: str) -> ConflictError:
-    """What those get who want the memory of a machine whose agent was hung when it was saved.
-
-    Args:
-        what: begins the message.
-    """
-    return ConflictError(what, error_code="sandbox_snapshot_guest_agent_unresponsive", should_retry=False)
-
-
 def check_still(live: LiveSandbox, state: SandboxState) -> None:
     """Refuse to go on with a sandbox that was killed meanwhile.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from agentenv import ids
 from agentenv.config import MIB
 from agentenv.errors import InvalidRequestError, SnapshotError, SnapshotNotFoundError, TemplateNotFoundError
-from agentenv.snapshots.accounting import SnapshotNode, family_tree
+from agentenv.snapshots.accounting import SnapshotNode, UsageReport, family_tree
 from agentenv.snapshots.manifest import HIDDEN_PREFIX, UUID
 from agentenv.snapshots.service import SnapshotService
 from agentenv.templates.names import Published, SnapshotNames, aliases_of
@@ -111,6 +111,10 @@ class SnapshotCatalog:
         """
         published = await self.list()
         return await asyncio.to_thread(_tree, published, sandbox_id)
+
+    async def usage(self) -> UsageReport:
+        """What each snapshot costs, hidden ones, too."""
+        return await self._snapshots.usage()
 
     async def name(self, name: str | None, taken: Collection[str]) -> Naming:
         """Say what a new snapshot is to be called. Nothing is reserved: the same name may come twice at once.
