@@ -13,7 +13,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -56,13 +56,7 @@ class SnapshotDirectory:
 
     def signature(self) -> tuple[int, ...] | None:
         """What tells this manifest from one that took its place; None when there is none."""
-        try:
-            found = self.manifest_path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise worded(error, f"cannot look for {self.manifest_path}") from error
-        return (found.st_ino, found.st_mtime_ns, found.st_size) if stat.S_ISREG(found.st_mode) else None
+        return _signature(str(self.manifest_path))
 
     def read(self) -> SnapshotManifest:
         """Read the manifest.
@@ -254,6 +248,15 @@ class SnapshotDirectory:
         return os.open(self.path / LOCK_NAME, flags, 0o600)
 
 
+def signatures(parent: Path, snapshot_ids: Iterable[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The signatures of manifests, by id; those that are not there are left out."""
+    prefix = str(parent)
+    for snapshot_id in snapshot_ids:
+        signature = _signature(f"{prefix}/{snapshot_id}/{MANIFEST_NAME}")
+        if signature is not None:
+            yield snapshot_id, signature
+
+
 def remove_tree(path: Path) -> bool:
     """Remove a directory with what is in it. Returns whether it was there."""
     try:
@@ -279,6 +282,16 @@ def worded(error: OSError, what: str) -> AgentEnvError:
     if error.errno in _FULL:
         return InsufficientStorageError(f"{what}: the file system is full; delete snapshots or enlarge it")
     return SnapshotError(f"{what}: {error.strerror or error}")
+
+
+def _signature(path: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)  # noqa: PTH116 - of thousands at a time
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise worded(error, f"cannot look for {path}") from error
+    return (found.st_ino, found.st_mtime_ns, found.st_size) if stat.S_ISREG(found.st_mode) else None
 
 
 def _is_lockable(descriptor: int) -> bool:

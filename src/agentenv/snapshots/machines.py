@@ -12,7 +12,7 @@ import platform
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
@@ -241,7 +241,7 @@ class SavedMachines:
             environment = await asyncio.to_thread(self._environment)
         manifest = SnapshotManifest(
             snapshot_id=capture.snapshot_id,
-            created_at=datetime.now(UTC),
+            created_at=await self._time(capture.names),
             kind=SnapshotKind.FULL if capture.memory is not None else SnapshotKind.FILESYSTEM,
             architecture=platform.machine(),
             sandbox_id=capture.sandbox_id,
@@ -264,6 +264,15 @@ class SavedMachines:
         )
         await draft.commit(manifest)
         return manifest
+
+    async def _time(self, names: tuple[str, ...]) -> datetime:
+        """Now, but after all with one of these names: the latest has it, also when the clock was set back."""
+        now = datetime.now(UTC)
+        if not names:
+            return now
+        others = await self._snapshots.list()
+        before = max((other.created_at for other in others if not set(names).isdisjoint(other.names)), default=now)
+        return max(now, before + timedelta(microseconds=1))
 
     async def get(self, snapshot_id: str) -> SnapshotManifest:
         """See `LocalSnapshots.get`."""

@@ -27,7 +27,7 @@ from agentenv.snapshots import accounting
 from agentenv.snapshots.account import Account
 from agentenv.snapshots.accounting import SnapshotNode, UsageReport
 from agentenv.snapshots.changes import ChangeCounter
-from agentenv.snapshots.files import SnapshotDirectory, worded
+from agentenv.snapshots.files import SnapshotDirectory, signatures, worded
 from agentenv.snapshots.index import DamagedSnapshot, Signature, SnapshotIndex, SnapshotObserver
 from agentenv.snapshots.manifest import SNAPSHOT_ID, SnapshotManifest, StateFile
 from agentenv.snapshots.ports import OWNER_PREFIX, SnapshotLayers, owner_of
@@ -417,10 +417,7 @@ class LocalSnapshots:
         return SnapshotDirectory(self._directory, snapshot_id).disk_bytes()
 
     def _present(self) -> Iterator[tuple[str, Signature]]:
-        for name in self._names():
-            signature = SnapshotDirectory(self._directory, name).signature()
-            if signature is not None:
-                yield name, signature
+        return signatures(self._directory, self._names())
 
     def _count(self) -> int:
         try:

@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 from dataclasses import dataclass
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from machine_samples import MIB, MachineNode
 
 from agentenv.errors import InsufficientStorageError, SnapshotError, SnapshotNotFoundError
+from agentenv.snapshots import machines
 from agentenv.snapshots.machines import MOST_MEMORY_LAYERS
 from agentenv.snapshots.manifest import SnapshotKind
 from agentenv.snapshots.repository import LocalSnapshots
@@ -142,6 +144,32 @@ async def test_a_named_one_is_held_and_then_kept(node: MachineNode) -> None:
     assert await node.saved.get("one") == manifest
     async with node.saved.load("one", memory=True) as machine:
         assert await node.loaded(machine.memory_layers) == node.memory.read_bytes()
+
+
+async def test_the_latest_of_a_name_is_the_last_that_was_taken(
+    node: MachineNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the clock was set back."""
+
+    class Clock(datetime):
+        hour_of_day = 12
+
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Clock:
+            return cls(2026, 1, 1, cls.hour_of_day, tzinfo=tz)
+
+    monkeypatch.setattr(machines, "datetime", Clock)
+    for number, hour in enumerate((12, 9, 9, 13)):
+        Clock.hour_of_day = hour
+        await node.saved.save(node.capture(f"web-{number}", names=("web:v1",), own_template_id="t1"))
+        await node.saved.save(node.capture(f"db-{number}", names=("db:v1",), own_template_id="t2"))
+        await node.saved.save(node.capture(f"unnamed-{number}", own_template_id=f"t3-{number}"))
+    times = {each.snapshot_id: each.created_at for each in node.snapshots.list()}
+    for name in ("web", "db"):
+        assert [times[f"{name}-{number}"].hour for number in range(4)] == [12, 12, 12, 13]
+        assert len({times[f"{name}-{number}"] for number in range(4)}) == 4
+        assert sorted(range(4), key=lambda number: times[f"{name}-{number}"]) == [0, 1, 2, 3]
+    assert [times[f"unnamed-{number}"].hour for number in range(4)] == [12, 9, 9, 13]
 
 
 async def test_a_full_budget_leaves_nothing(node: MachineNode) -> None:
