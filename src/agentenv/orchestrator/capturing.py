@@ -264,6 +264,7 @@ def capture_of(sandbox: Sandbox, shot: Shot, memory: SavedMemory | None) -> Capt
         memory=memory,
         names=() if shot.naming is None else shot.naming.names,
         own_template_id=None if shot.naming is None else shot.naming.own_template_id,
+        kept=shot.naming is not None,
     )
 
 

@@ -89,6 +89,8 @@ class SnapshotDirectory:
         content = encode(manifest)
         try:
             # All else first: what has a manifest is whole.
+            if manifest.state is not None:
+                _sync_file(self.path / manifest.state.name)
             sync_directory(self.path.parent)
             sync_directory(self.path)
             durable.write_bytes(self.manifest_path, content, mode=0o600)
@@ -113,7 +115,8 @@ class SnapshotDirectory:
             raise worded(error, f"cannot remove {self.manifest_path}") from error
 
     def take_state(self, source: Path) -> StateFile:
-        """Copy the state that a VMM has written, to stable storage. The VMM may still have its own file open.
+        """Copy the state that a VMM has written; `write_manifest` brings it to stable storage. The VMM may still have
+        its own file open.
 
         Raises:
             InsufficientStorageError, SnapshotError: it is not there.
@@ -126,7 +129,6 @@ class SnapshotDirectory:
                 writing = os.open(self.state_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 try:
                     size, digest = _copy(reading, writing, source)
-                    os.fsync(writing)
                 finally:
                     os.close(writing)
             finally:
@@ -271,6 +273,14 @@ def remove_tree(path: Path) -> bool:
 def sync_directory(path: Path) -> None:
     """Bring the names in a directory to stable storage."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
     finally:

@@ -88,6 +88,8 @@ class Capture:
     """`alias:tag`, of named snapshots."""
     own_template_id: str | None = None
     """The template that it is a build of; None for hidden ones."""
+    kept: bool = True
+    """Whether it is meant to be committed; then a budget that is used up already refuses it before anything is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ class SavedMachines:
             InsufficientStorageError: a disk is full, or the budget of snapshots is.
             AgentEnvError: of the step that failed.
         """
-        async with self._snapshots.draft(capture.snapshot_id) as draft:
+        async with self._snapshots.draft(capture.snapshot_id, kept=capture.kept) as draft:
             await self._disks.capture(capture.sandbox_id)
             state = None if capture.memory is None else await draft.take_state(capture.memory.state)
             disk_layers = await self._disk_layers(draft, capture.sandbox_id)

@@ -141,8 +141,12 @@ class LocalSnapshots:
             raise worded(error, f"cannot make the directory of snapshots {directory}") from error
 
     @contextmanager
-    def draft(self, snapshot_id: str) -> Iterator[SnapshotDraft]:
+    def draft(self, snapshot_id: str, *, kept: bool = True) -> Iterator[SnapshotDraft]:
         """Begin a snapshot. Without a commit nothing is left of it at the end, references included.
+
+        Args:
+            snapshot_id: which.
+            kept: whether it is meant to be committed; then a budget that is used up already refuses it at once.
 
         Raises:
             SnapshotError: the id is malformed, or taken.
@@ -150,7 +154,8 @@ class LocalSnapshots:
         """
         if SNAPSHOT_ID.fullmatch(snapshot_id) is None:
             raise SnapshotError(f"{snapshot_id[:80]!r} cannot be the id of a snapshot")
-        self.ensure_room(1)
+        if kept:
+            self.ensure_room(1)
         directory = SnapshotDirectory(self._directory, snapshot_id)
         with ExitStack() as stack:
             with self._locked():

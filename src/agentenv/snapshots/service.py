@@ -45,8 +45,8 @@ class SnapshotService:
         self._snapshots = snapshots
 
     @asynccontextmanager
-    async def draft(self, snapshot_id: str) -> AsyncIterator[AsyncDraft]:
-        async with _held(lambda: self._snapshots.draft(snapshot_id)) as draft:
+    async def draft(self, snapshot_id: str, *, kept: bool = True) -> AsyncIterator[AsyncDraft]:
+        async with _held(lambda: self._snapshots.draft(snapshot_id, kept=kept)) as draft:
             yield AsyncDraft(draft)
 
     @asynccontextmanager

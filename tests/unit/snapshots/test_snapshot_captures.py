@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, tzinfo
 from pathlib import Path
 
@@ -177,6 +177,20 @@ async def test_a_full_budget_leaves_nothing(node: MachineNode) -> None:
     node.touch(0, os.urandom(2 * MIB))
     with pytest.raises(InsufficientStorageError, match="budget of 1 MiB"):
         await node.machines().save(node.capture("one"))
+    assert _left(node) == (set(), [], ())
+
+
+async def test_what_is_not_kept_needs_no_budget(node: MachineNode) -> None:
+    node.snapshots = LocalSnapshots(node.home / "snapshots", node.layers, budget_mib=0)
+    saved = node.machines()
+    with pytest.raises(InsufficientStorageError, match="budget of 0 MiB"):
+        async with saved.capture(node.capture("one")):
+            pytest.fail("captured")
+    assert node.disk.captured == 0
+    async with saved.capture(replace(node.capture("fork-1"), kept=False)) as captured:
+        assert captured.loadable.state is not None
+        with pytest.raises(InsufficientStorageError, match="budget of 0 MiB"):
+            await captured.commit()
     assert _left(node) == (set(), [], ())
 
 
