@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fake_snapshots import FakeCatalog, FakeSaved, FakeSnapshot
+from fake_warm import FakeWaiting
 
-from agentenv.config import NetworkSettings, SandboxSettings, Settings
+from agentenv.config import NetworkSettings, SandboxSettings, Settings, VmmSettings
 from agentenv.errors import (
     GuestAgentError,
     NetworkError,
@@ -31,6 +32,7 @@ from agentenv.guest.base import AgentInfo, AgentMetrics, GuestIdentity
 from agentenv.network.base import EgressPolicy, Slot
 from agentenv.orchestrator.database import Database
 from agentenv.orchestrator.journal import Journal
+from agentenv.orchestrator.launch import interface_of
 from agentenv.orchestrator.model import CollectedSpace, CreateRequest, SandboxState, SpaceReport
 from agentenv.orchestrator.orchestrator import Orchestrator
 from agentenv.snapshots.manifest import HIDDEN_PREFIX
@@ -39,6 +41,7 @@ from agentenv.storage.layers import StoredLayer
 from agentenv.templates.snapshots import to_template
 from agentenv.templates.store import Template
 from agentenv.vmm.base import Disk, DiskFormat, MachineConfig, MachineExit, MachineRecord, MachineStats
+from agentenv.vmm.warm import WarmMachines
 
 T = TypeVar("T")
 AGENT_VERSION = "0.6.7"
@@ -218,6 +221,8 @@ class World:
         self.written: dict[str, int] = {}
         """What is on a guest's disk."""
         self.snapshots: dict[str, FakeSnapshot] = {}
+        self.waiting: list[FakeWaiting] = []
+        """Processes that wait for their machine."""
         self.drafts: dict[str, FakeSnapshot] = {}
         """Machines that are held, by the id of their capture."""
         self.tokens: dict[str, str | None] = {}
@@ -293,6 +298,7 @@ class FakeSlots:
         await self._script.at("slots.release")
         for vm in self._world.vms.values():
             assert vm.record.version != str(slot.index), "a slot was taken from under a live VM"
+        assert slot.index not in {waiting.index for waiting in self._world.waiting}, "a process waits in it"
         self._world.lent.pop(slot.index, None)
         await self._script.at("slots.release done")
 
@@ -454,13 +460,16 @@ class FakeVmm:
         return await self._start(config, "vmm.boot done", 0)
 
     async def load(self, config: MachineConfig, state: Path, memory: Path) -> FakeMachine:
+        return await self.load_at("vmm.load", config, state, memory)
+
+    async def load_at(self, step: str, config: MachineConfig, state: Path, memory: Path) -> FakeMachine:
         content = int(memory.read_text())
         memory.unlink()
         try:
-            await self._script.at("vmm.load")
+            await self._script.at(step)
             saved = self._world.kept(state.parent.name)
             assert saved.content in (None, content)
-            machine = await self._start(config, "vmm.load done", content)
+            machine = await self._start(config, f"{step} done", content)
         except BaseException:
             if not self._script.dead:
                 self._world.memory.discard(config.machine_id)
@@ -468,6 +477,10 @@ class FakeVmm:
         self._world.tokens[config.machine_id] = saved.manifest.agent_token
         machine._vm.paused = True
         return machine
+
+    async def start_waiting(self, config: MachineConfig) -> FakeWaiting:
+        await self._script.at("vmm.start_waiting")
+        return FakeWaiting(self._world, self._script, self, config)
 
     async def _start(self, config: MachineConfig, done: str, content: int) -> FakeMachine:
         self._world.content[config.machine_id] = content
@@ -578,6 +591,7 @@ class FakeOrphans:
         self._world.memory &= {Path(record.directory).name for record in live}
         for path in (self._world.home / "memory").glob("*"):
             path.unlink()
+        self._world.waiting.clear()
         return [vm.directory.name for vm in strays]
 
 
@@ -625,22 +639,33 @@ class ScriptedJournal(Journal):
 class Server:
     """One server process on a world."""
 
-    def __init__(self, world: World, **sandbox: Any) -> None:
+    def __init__(self, world: World, *, warm: int = 0, **sandbox: Any) -> None:
         self.world = world
         self.script = Script()
         self.settings = Settings(
             home=world.home,
             sandbox=SandboxSettings(**sandbox),
             network=NetworkSettings(),
+            vmm=VmmSettings(warm_machines=warm),
         )
         self.vmm = FakeVmm(world, self.script)
         self.disks = FakeDisks(world, self.script)
         self.saved = FakeSaved(world, self.script)
         catalog = FakeCatalog(world, self.script)
+        slots = FakeSlots(world, self.script)
+        self.warm = WarmMachines(
+            self.vmm,
+            self.settings.paths.sandboxes,
+            lend=slots.acquire,
+            give_back=slots.release,
+            interface_of=interface_of,
+            most=warm,
+            idle_s=1000,
+        )
         self.orchestrator = Orchestrator(
             self.settings,
             vmm=self.vmm,
-            slots=FakeSlots(world, self.script),
+            slots=slots,
             disks=self.disks,
             templates=FakeTemplates(world, self.script, catalog),
             assets=FakeAssets(),
@@ -651,6 +676,7 @@ class Server:
             catalog=catalog,
             space=FakeSpace(),
             memory=self.saved,
+            warm=self.warm if warm else None,
             clock=world.clock,
             journal=ScriptedJournal(world.home / "state.db", self.script),
         )
@@ -660,6 +686,8 @@ class Server:
         """Start, and wait until the work that it does by itself is at rest."""
         self.world.drafts.clear()  # as the repository does when a server starts
         await self.orchestrator.start()
+        if self.settings.vmm.warm_machines:
+            self.warm.start()
         await self.script.reached("journal.purge_keys")
         await self.orchestrator._journal.load()
         return self
@@ -671,7 +699,12 @@ class Server:
         if not self.script.dead:
             self.script.armed = None
             self.script.failing.clear()
-            await self.orchestrator.close()
+            await self.close()
+
+    async def close(self, *, drain: bool = False) -> None:
+        """Stop as a server does."""
+        await self.warm.close()
+        await self.orchestrator.close(drain=drain)
 
     async def vanish(self) -> None:
         """The process is gone: whatever it still wanted to do does not happen."""
@@ -705,7 +738,8 @@ class Server:
         assert world.disks == running
         assert world.leased == []
         assert world.drafts == {}
-        assert not list((world.home / "memory").glob("*")), "memory of a machine that was never loaded"
+        memory = {waiting.memory for waiting in world.waiting}
+        assert set((world.home / "memory").glob("*")) == memory, "memory of a machine that was never loaded"
         owned = {
             (name, one.snapshot_id)
             for name, one in sandboxes.items()
@@ -714,8 +748,10 @@ class Server:
         hidden = {name for name in world.snapshots if name.startswith(HIDDEN_PREFIX)}
         assert hidden == {snapshot_id for _, snapshot_id in owned}
         assert {sandboxes[name].snapshot_id for name in paused} <= set(world.snapshots)
-        assert {int(vm.record.version) for vm in world.vms.values()} == set(world.lent)
-        assert {path.name for path in (world.home / "sandboxes").glob("*")} == shown
+        waiting = {waiting.index for waiting in world.waiting}
+        assert {int(vm.record.version) for vm in world.vms.values()} | waiting == set(world.lent)
+        waiting_in = {waiting.directory.name for waiting in world.waiting}
+        assert {path.name for path in (world.home / "sandboxes").glob("*")} == shown | waiting_in
         assert not list((world.home / "sandboxes").glob("*/state"))
         assert {route.sandbox_id for route in self.orchestrator.routes} == running
         assert {live.sandbox.id for live in self.orchestrator._live} == shown
