@@ -345,8 +345,8 @@ class SavedMachines:
             )
             if found := mismatches(manifest, node):
                 raise SnapshotMismatchError(
-                    f"the saved memory cannot be loaded on this node: {'; '.join(found)}; connect with memory: false "
-                    "boots from the saved disk"
+                    f"the saved memory cannot be loaded on this node: {'; '.join(found)}; with memory: false it boots "
+                    "from the saved disk"
                 )
             yield LoadableMachine(
                 manifest.machine,
