@@ -159,6 +159,42 @@ def test_timeout_and_logs(server: RunningServer, sandbox: str) -> None:
     assert {entry["level"] for entry in entries} <= {"debug", "info", "warn", "error"}
 
 
+def test_snapshots_and_what_goes_on_from_them(server: RunningServer, sandbox: str) -> None:
+    def run(*arguments: str) -> str:
+        done = server.aenv(*arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode()
+
+    run("exec", sandbox, "sh", "-c", "echo before > state && sync")
+    made: list[str] = []
+    try:
+        assert run("snapshot", sandbox, "--name", "cli:v1") == "cli:v1\n"
+        run("exec", sandbox, "sh", "-c", "echo after > state")
+        made += run("fork", sandbox, "-n", "2", "--timeout", "600").split()
+        assert len(set(made)) == 2
+        made.append(run("start", "cli:v1").strip())
+        made.append(run("start", "cli:v1", "--no-memory").strip())
+        states = [run("exec", one, "cat", "state") for one in made]
+        assert states == ["after\n", "after\n", "before\n", "before\n"]
+        assert run("rollback", sandbox, "cli:v1") == f"{sandbox}\n"
+        assert run("exec", sandbox, "cat", "state") == "before\n"
+        later = run("snapshot", sandbox, "--no-memory").strip()
+        tree = run("snapshots", "--tree", "--sandbox", sandbox, "-o", "table").splitlines()
+        assert tree[1].startswith("cli:v1 ")
+        assert f"└ {later}  <- here" in tree[2]
+        listed = json.loads(run("snapshots", "--sandbox", sandbox))
+        assert [row["mode"] for row in listed] == ["filesystem", "full"]
+        assert json.loads(run("du"))["snapshotsBytes"] > 0
+        assert run("snapshots", "rm", "cli:v1", later) == f"cli:v1\n{later}\n"
+        assert server.aenv("start", "cli:v1").stderr == b"aenv: template 'cli:v1' not found\n"
+        assert json.loads(run("snapshots", "--sandbox", sandbox)) == []
+        assert set(json.loads(run("gc"))) == {"layers", "bytes"}
+        assert run("exec", made[2], "cat", "state") == "before\n", "what came from a snapshot outlives it"
+    finally:
+        if made:
+            assert server.aenv("rm", *made).returncode == 0
+
+
 def test_errors_are_one_line(server: RunningServer) -> None:
     for arguments in (
         ["info", "i0000000000000000000"],

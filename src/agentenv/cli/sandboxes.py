@@ -51,7 +51,9 @@ def start(
     no_internet: Annotated[bool, typer.Option("--no-internet", help="Close the network.")] = False,
     auto_pause: Annotated[bool, typer.Option("--auto-pause", help="Pause it at its end, do not end it.")] = False,
     auto_resume: Annotated[bool, typer.Option("--auto-resume", help="With --auto-pause: traffic resumes it.")] = False,
-    no_memory: Annotated[bool, typer.Option("--no-memory", help="Boot from the disk of a snapshot.")] = False,
+    no_memory: Annotated[
+        bool, typer.Option("--no-memory", help="Boot from the disk of a snapshot; what was not synced is lost.")
+    ] = False,
     output: OutputOption = None,
 ) -> None:
     """Start a sandbox and print its id (with -o json: all that the server says of it)."""
