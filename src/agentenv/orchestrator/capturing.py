@@ -70,8 +70,8 @@ class Capturer:
             sandbox = live.sandbox
             refusal = "was not captured"
             responsive = await responsiveness.answers(parts.agents, live, needed=not memory, refusal=refusal)
+            _check_capturable(live)
             if not memory:
-                _check_capturable(live)
                 await responsiveness.flush(parts.agents, live, refusal=refusal)
             shot = Shot(ids.new_uuid(), memory, responsive, naming)
             published = await self._take(live, shot, naming)
@@ -104,11 +104,8 @@ class Capturer:
 
     async def _window(self, live: LiveSandbox, shot: Shot, stack: AsyncExitStack) -> CapturedMachine:
         parts = self._parts
-        machine = live.holdings.machine
         memory: Path | None = None
         if shot.memory:
-            if machine is None or machine.record.memory_file is None:
-                raise VmmError(f"the memory of sandbox {live.sandbox.id} is in no file that could be saved")
             copy = memory = await in_thread(lambda: parts.vmm.prepare_memory(shot.capture_id))
             stack.push_async_callback(_remove, copy)
         room = parts.admission.reserve(live.sandbox.memory_mib) if shot.memory else nullcontext()

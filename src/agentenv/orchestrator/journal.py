@@ -171,8 +171,8 @@ class Journal:
 
         def work(db: sqlite3.Connection) -> None:
             db.execute(
-                "UPDATE sandboxes SET end_at = ? WHERE id = ? AND state = ?",
-                (codec.to_micros(end_at), sandbox_id, SandboxState.RUNNING),
+                "UPDATE sandboxes SET end_at = ? WHERE id = ? AND state IN (?, ?)",
+                (codec.to_micros(end_at), sandbox_id, SandboxState.RUNNING, SandboxState.CAPTURING),
             )
 
         await self._database.run(work)

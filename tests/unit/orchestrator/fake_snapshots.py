@@ -71,8 +71,8 @@ class FakeCaptured:
     def __init__(self, world: World, script: Script, capture: Capture) -> None:
         self._world, self._script, self._capture = world, script, capture
 
-    @property
-    def loadable(self) -> LoadableMachine:
+    async def loadable(self) -> LoadableMachine:
+        await self._script.at("captured.loadable")
         capture = self._capture
         if capture.memory is None:
             return LoadableMachine(capture.machine, (capture.snapshot_id,))
@@ -219,7 +219,7 @@ class FakeCatalog:
     async def find(self, reference: str) -> Published:
         await self._script.at("catalog.find")
         for one in self._published():
-            if reference in (one.reference, one.snapshot_id, *one.names):
+            if {reference, f"{reference}:default"} & {one.reference, one.snapshot_id, *one.names}:
                 if self._world.snapshots[one.snapshot_id].damaged:
                     raise SnapshotError("field 'kind' is damaged")
                 return one
