@@ -64,7 +64,8 @@ class Forker:
                 source = live.sandbox
                 shot = Shot(f"{_PREFIX}{ids.new_uuid()}", memory=True, responsive=True)
                 captured = await self._capturer.capture(live, shot, stack)
-            outcomes = await self._start(_origin(source, captured.loadable), request, count, on_result)
+                loadable = await captured.loadable()
+            outcomes = await self._start(_origin(source, loadable), request, count, on_result)
         failed = sum(isinstance(one, AgentEnvError) for one in outcomes)
         took_s = round(parts.clock.monotonic() - began, 3)
         _log.info("sandbox_forked", sandbox=source.id, count=count, failed=failed, took_s=took_s)

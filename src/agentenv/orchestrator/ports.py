@@ -71,8 +71,11 @@ class DiskStore(Protocol):
         Returns what was done, in words for the log.
         """
 
-    async def capture(self, disk_id: str) -> StoredLayer:
-        """Seal what was written since the last capture into a layer, while the disk goes on."""
+    async def capture(self, disk_id: str, *, sealed: Callable[[], None] | None = None) -> StoredLayer:
+        """Seal what was written since the last capture into a layer, while the disk goes on.
+
+        `sealed` is called at the moment from which on writes are not part of the layer any more.
+        """
 
     async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]:
         """The layers of a disk below its upper, bottom first."""

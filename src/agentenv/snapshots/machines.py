@@ -47,7 +47,7 @@ _TRIES = 5
 class CapturedDisks(Protocol):
     """What is needed of `storage.disks.DiskStore`."""
 
-    async def capture(self, disk_id: str) -> StoredLayer: ...
+    async def capture(self, disk_id: str, *, sealed: Callable[[], None] | None = None) -> StoredLayer: ...
 
     async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]: ...
 
@@ -122,7 +122,7 @@ class CapturedMachine:
         saved: SavedMachines,
         draft: AsyncDraft,
         capture: Capture,
-        disk: tuple[LayerReference, ...],
+        disk: asyncio.Task[tuple[LayerReference, ...]],
         state: StateFile | None,
     ) -> None:
         self._saved = saved
@@ -132,11 +132,14 @@ class CapturedMachine:
         self._state = state
         self._over = False
 
-    @property
-    def loadable(self) -> LoadableMachine:
-        """What copies of it are started from, here and now."""
+    async def loadable(self) -> LoadableMachine:
+        """What copies of it are started from, here and now.
+
+        Raises:
+            AgentEnvError: its disk could not be brought into the store.
+        """
         capture = self._capture
-        disk = tuple(layer.digest for layer in self._disk)
+        disk = tuple(layer.digest for layer in await asyncio.shield(self._disk))
         if capture.memory is None or self._state is None:
             return LoadableMachine(capture.machine, disk)
         return LoadableMachine(
@@ -161,7 +164,8 @@ class CapturedMachine:
         if self._over:
             raise SnapshotError(f"the capture of snapshot {self._capture.snapshot_id} is over")
         self._over = True
-        return await self._saved._commit(self._draft, self._capture, self._disk, self._state)
+        disk = await asyncio.shield(self._disk)
+        return await self._saved._commit(self._draft, self._capture, disk, self._state)
 
 
 def hidden_id(sandbox_id: str) -> str:
@@ -217,19 +221,27 @@ class SavedMachines:
     async def capture(self, capture: Capture) -> AsyncIterator[CapturedMachine]:
         """Seal the disk of a stopped machine and take its state. Without a commit nothing of it is left at the end.
 
+        The sealed layer is brought into the store after that; nobody else may capture the disk until `loadable` or
+        `commit` returned.
+
         Raises:
             InsufficientStorageError: a disk is full, or the budget of snapshots is.
             AgentEnvError: of the step that failed.
         """
         async with self._snapshots.draft(capture.snapshot_id, kept=capture.kept) as draft:
-            await self._disks.capture(capture.sandbox_id)
-            state = None if capture.memory is None else await draft.take_state(capture.memory.state)
-            disk_layers = await self._disk_layers(draft, capture.sandbox_id)
-            captured = CapturedMachine(self, draft, capture, disk_layers, state)
+            sealed = asyncio.Event()
+            disk = asyncio.create_task(self._disk_layers(draft, capture.sandbox_id, sealed), name="capture-disk")
             try:
-                yield captured
+                state = None if capture.memory is None else await draft.take_state(capture.memory.state)
+                await _first(sealed, disk)
+                captured = CapturedMachine(self, draft, capture, disk, state)
+                try:
+                    yield captured
+                finally:
+                    captured.close()
             finally:
-                captured.close()
+                disk.cancel()
+                await asyncio.wait([disk])
 
     async def _commit(
         self, draft: AsyncDraft, capture: Capture, disk_layers: tuple[LayerReference, ...], state: StateFile | None
@@ -391,8 +403,9 @@ class SavedMachines:
             return ()
         return () if len(parent.memory_layers) >= MOST_MEMORY_LAYERS else parent.memory_layers
 
-    async def _disk_layers(self, draft: AsyncDraft, disk_id: str) -> tuple[LayerReference, ...]:
-        """The layers of the disk, referenced by the draft: a merge in the background may replace some at any time."""
+    async def _disk_layers(self, draft: AsyncDraft, disk_id: str, sealed: asyncio.Event) -> tuple[LayerReference, ...]:
+        """Capture the disk; its layers, referenced by the draft: merges in the background may replace some any time."""
+        await self._disks.capture(disk_id, sealed=sealed.set)
         for _ in range(_TRIES):
             chain = await self._disks.chain(disk_id)
             digests = tuple(layer.digest for layer in chain)
@@ -436,6 +449,17 @@ class SavedMachines:
             except OSError as error:
                 raise SnapshotError(f"cannot read the guest asset {path}: {error.strerror}") from error
         return self._digests[path]
+
+
+async def _first(event: asyncio.Event, task: asyncio.Task[object]) -> None:
+    """Return when the event is set, or the task has ended well; raise what it raised."""
+    waiter = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait([waiter, task], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiter.cancel()
+    if task.done():
+        task.result()
 
 
 def _reference(layer: StoredLayer) -> LayerReference:

@@ -8,7 +8,7 @@ come to its end. Which disks there should be is not known here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -125,8 +125,11 @@ class DiskStacks:
             await self._export(disk_id, record)
         return failed
 
-    async def capture(self, disk_id: str) -> StoredLayer:
-        """Seal the upper into a layer of the store. When this fails after the seal, `settle` completes it."""
+    async def capture(self, disk_id: str, sealed: Callable[[], None] | None = None) -> StoredLayer:
+        """Seal the upper into a layer, call `sealed`, and bring the layer into the store.
+
+        When this fails after the seal, `settle` completes it.
+        """
         path = await asyncio.to_thread(self._records.next_captured, disk_id)
         parent: str | None = None
         expected = True
@@ -136,6 +139,8 @@ class DiskStacks:
             if error.code != UNAVAILABLE or not await self._has_lower(disk_id, path):
                 raise
             expected = False
+        if sealed is not None:
+            sealed()
         layer, position = await asyncio.to_thread(self._link, disk_id, path, parent)
         if position is None or not expected:
             # The daemon first completed an earlier capture, which had failed: its layer lies below this one.

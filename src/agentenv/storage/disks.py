@@ -206,16 +206,21 @@ class DiskStore:
 
         return await asyncio.to_thread(measure)
 
-    async def capture(self, disk_id: str) -> StoredLayer:
+    async def capture(self, disk_id: str, *, sealed: Callable[[], None] | None = None) -> StoredLayer:
         """Seal what was written since the last capture into a layer of the store, while the disk goes on.
 
         The layer is referenced by the disk; whoever wants to keep it longer adds a reference before the disk goes.
+
+        Args:
+            disk_id: which.
+            sealed: called at the moment from which on writes are not part of the layer any more. Then the layer is
+                brought into the store, which takes the longer the larger it is.
 
         Raises:
             InsufficientStorageError: the file system is full.
             StorageError: there is no such disk, or the daemon refuses.
         """
-        layer = await self._to_the_end(self._capture(disk_id), f"disk-capture-{disk_id}")
+        layer = await self._to_the_end(self._capture(disk_id, sealed), f"disk-capture-{disk_id}")
         self._compactor.consider(disk_id)
         return layer
 
@@ -269,10 +274,10 @@ class DiskStore:
             self._known.discard(disk_id)
             self._unsettled.discard(disk_id)
 
-    async def _capture(self, disk_id: str) -> StoredLayer:
+    async def _capture(self, disk_id: str, sealed: Callable[[], None] | None) -> StoredLayer:
         await asyncio.to_thread(self._records.read, disk_id)
         async with self._changing(disk_id):
-            return await self._stacks.capture(disk_id)
+            return await self._stacks.capture(disk_id, sealed)
 
     async def _swap(self, disk_id: str, run: Run, digests: tuple[str, ...], merged: StoredLayer) -> bool:
         async def swap() -> bool:

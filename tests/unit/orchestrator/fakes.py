@@ -360,7 +360,7 @@ class FakeDisks:
     def on_event(self, callback: Callable[[DiskEvent], None]) -> None:
         self.tell = callback
 
-    async def capture(self, disk_id: str) -> StoredLayer:
+    async def capture(self, disk_id: str, *, sealed: Callable[[], None] | None = None) -> StoredLayer:
         raise AssertionError("snapshots capture disks")
 
     async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]:

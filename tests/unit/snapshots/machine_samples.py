@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agentenv.guest.assets import GuestAssets
@@ -27,9 +27,15 @@ class Disk:
         self.collections = 0
         self.chains: list[tuple[StoredLayer, ...]] = []
         self.captured = 0
+        self.storing = asyncio.Event()
+        """Set while sealed layers come into the store at once."""
+        self.storing.set()
 
-    async def capture(self, disk_id: str) -> StoredLayer:
+    async def capture(self, disk_id: str, *, sealed: Callable[[], None] | None = None) -> StoredLayer:
         self.captured += 1
+        if sealed is not None:
+            sealed()
+        await self.storing.wait()
         return self.chains[-1][-1]
 
     async def collected(self) -> None:

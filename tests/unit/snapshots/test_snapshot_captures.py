@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_samples import MIB, MachineNode
 
-from agentenv.errors import InsufficientStorageError, SnapshotError, SnapshotNotFoundError
+from agentenv.errors import InsufficientStorageError, SnapshotError, SnapshotNotFoundError, StorageError
 from agentenv.snapshots import machines
 from agentenv.snapshots.machines import MOST_MEMORY_LAYERS
 from agentenv.snapshots.manifest import SnapshotKind
@@ -44,7 +45,7 @@ def _left(node: MachineNode) -> tuple[set[str], list[str], tuple[str, ...]]:
 async def test_without_a_commit_nothing_is_left(node: MachineNode) -> None:
     node.touch(0, os.urandom(MIB))
     async with node.saved.capture(node.capture("fork-1")) as captured:
-        assert captured.loadable.state is not None
+        assert (await captured.loadable()).state is not None
         assert await node.saved.hidden() == ()
         with pytest.raises(SnapshotNotFoundError):
             await node.saved.get("fork-1")
@@ -84,7 +85,7 @@ async def test_an_error_or_a_cancelled_caller_leaves_what_was_committed(node: Ma
 
 
 async def test_the_disk_that_fails_leaves_nothing(node: MachineNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(_: str) -> StoredLayer:
+    async def full(_: str, *, sealed: Callable[[], None] | None = None) -> StoredLayer:
         raise InsufficientStorageError("full")
 
     monkeypatch.setattr(node.disk, "capture", full)
@@ -99,7 +100,7 @@ async def test_what_copies_start_from_is_there_while_it_is_held(node: MachineNod
     before = node.memory.read_bytes()
     capture = node.capture("fork-1")
     async with node.saved.capture(capture) as captured:
-        loadable = captured.loadable
+        loadable = await captured.loadable()
         disk = node.disk.chains[0][0]
         # The machine runs on: its disk gets another chain, its state file goes, and whoever owned the layer lets it go.
         node.disk.chains = [(await node.layer(b"other"),)]
@@ -118,7 +119,7 @@ async def test_what_copies_start_from_is_there_while_it_is_held(node: MachineNod
 
 async def test_a_disk_that_is_held_boots(node: MachineNode) -> None:
     async with node.saved.capture(node.capture("fork-1", memory=False)) as captured:
-        loadable = captured.loadable
+        loadable = await captured.loadable()
         assert (loadable.state, loadable.memory_image, loadable.memory_layers, loadable.agent_token) == (
             None,
             None,
@@ -134,7 +135,8 @@ async def test_a_disk_that_is_held_boots(node: MachineNode) -> None:
 async def test_a_named_one_is_held_and_then_kept(node: MachineNode) -> None:
     capture = node.capture("one", names=("web:v1",), own_template_id="t1")
     async with node.saved.capture(capture) as captured:
-        image, state = captured.loadable.memory_image, captured.loadable.state
+        loadable = await captured.loadable()
+        image, state = loadable.memory_image, loadable.state
         manifest = await captured.commit()
         assert image is not None and image.exists()
         assert state is not None and state.read_bytes() == b"devices", "copies may still start"
@@ -188,7 +190,7 @@ async def test_what_is_not_kept_needs_no_budget(node: MachineNode) -> None:
             pytest.fail("captured")
     assert node.disk.captured == 0
     async with saved.capture(replace(node.capture("fork-1"), kept=False)) as captured:
-        assert captured.loadable.state is not None
+        assert (await captured.loadable()).state is not None
         with pytest.raises(InsufficientStorageError, match="budget of 0 MiB"):
             await captured.commit()
     assert _left(node) == (set(), [], ())
@@ -268,3 +270,32 @@ async def _chain(node: MachineNode, steps: list[Step]) -> None:
     }
     assert needed <= {layer.digest for layer in node.layers.list()}
     assert {layer.digest for layer in node.layers.list()} - needed <= {node.disk.chains[0][0].digest}
+
+
+async def test_a_machine_is_held_before_its_sealed_disk_is_in_the_store(node: MachineNode) -> None:
+    node.disk.storing.clear()
+    async with node.saved.capture(node.capture("one")) as captured:
+        loadable, committed = asyncio.ensure_future(captured.loadable()), asyncio.ensure_future(captured.commit())
+        await asyncio.wait([loadable, committed], timeout=0.05)
+        assert not loadable.done() and not committed.done()
+        node.disk.storing.set()
+        assert (await loadable).disk_layers == tuple(layer.digest for layer in (await committed).disk_layers)
+
+
+async def test_a_disk_that_cannot_be_sealed_or_stored(node: MachineNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(disk_id: str, *, sealed: Callable[[], None] | None = None) -> StoredLayer:
+        if late and sealed is not None:
+            sealed()
+        raise StorageError("no such disk")
+
+    monkeypatch.setattr(node.disk, "capture", refuse)
+    late = False
+    with pytest.raises(StorageError, match="no such disk"):
+        async with node.saved.capture(node.capture("one")):
+            raise AssertionError("nothing is held")
+    late = True
+    for number in range(2):
+        with pytest.raises(StorageError, match="no such disk"):
+            async with node.saved.capture(node.capture(f"late-{number}")) as captured:
+                await (captured.commit() if number else captured.loadable())
+    assert node.snapshots.ids() == ()
