@@ -43,6 +43,8 @@ class Shot:
     """Whether the agent answers."""
     naming: Naming | None = None
     """Of a named snapshot."""
+    kept: bool = True
+    """Whether it is to become a snapshot."""
 
 
 class Capturer:
@@ -261,7 +263,7 @@ def capture_of(sandbox: Sandbox, shot: Shot, memory: SavedMemory | None) -> Capt
         memory=memory,
         names=() if shot.naming is None else shot.naming.names,
         own_template_id=None if shot.naming is None else shot.naming.own_template_id,
-        kept=shot.naming is not None,
+        kept=shot.kept,
     )
 
 

@@ -62,7 +62,7 @@ class Forker:
                 await responsiveness.answers(parts.agents, live, needed=True, refusal="was not forked")
                 _check_forkable(live)
                 source = live.sandbox
-                shot = Shot(f"{_PREFIX}{ids.new_uuid()}", memory=True, responsive=True)
+                shot = Shot(f"{_PREFIX}{ids.new_uuid()}", memory=True, responsive=True, kept=False)
                 captured = await self._capturer.capture(live, shot, stack)
                 loadable = await captured.loadable()
             outcomes = await self._start(_origin(source, loadable), request, count, on_result)
