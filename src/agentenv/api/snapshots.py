@@ -62,6 +62,9 @@ def add_snapshot_routes(app: FastAPI, service: SnapshotService, limits: SandboxS
         "/sandboxes/{sandbox_id:segment}/fork",
         status_code=201,
         response_model=list[ForkResult],
+        responses={
+            201: {"content": {JSON_LINES: {"schema": {"type": "string", "description": "A ForkResult a line"}}}}
+        },
         response_model_exclude_none=True,
         tags=["snapshots"],
     )

@@ -401,6 +401,10 @@ async def test_created_without_the_memory(
 
 async def test_the_description_has_the_new_calls(client: Client) -> None:
     paths = (await client("GET", "/openapi.json", key=None)).json["paths"]
+    paths = {path.replace(":segment", ""): calls for path, calls in paths.items()}
+    forked = paths["/sandboxes/{sandbox_id}/fork"]["post"]["responses"]["201"]["content"]
+    assert forked["application/json"]["schema"]["items"]["$ref"].endswith("/ForkResult")
+    assert "application/x-ndjson" in forked
     assert {
         "/sandboxes/{sandbox_id}/fork",
         "/sandboxes/{sandbox_id}/rollback",
@@ -410,4 +414,4 @@ async def test_the_description_has_the_new_calls(client: Client) -> None:
         "/snapshots/{snapshot_id}",
         "/node/space",
         "/node/space/collect",
-    } <= {path.replace(":segment", "") for path in paths}
+    } <= set(paths)
