@@ -1,19 +1,14 @@
-"""A server that dies while it pauses or resumes: the sandbox is as before or as after; and random histories."""
+"""A server that dies while it pauses or resumes: the sandbox is as before or as after."""
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-from fakes import Server, World, outcome_of, wish
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from fakes import Server, World, wish
 from test_orchestrator_crash import crash
 
-from agentenv.errors import AgentEnvError
 from agentenv.orchestrator.model import OnTimeout, SandboxState
 
 RUNNING, PAUSED = SandboxState.RUNNING, SandboxState.PAUSED
@@ -127,106 +122,3 @@ async def test_lost_and_damaged_snapshots_and_those_of_nobody(world: World) -> N
     async with Server(world) as successor:
         successor.check([damaged.id])
         assert successor.orchestrator.get(damaged.id).state is PAUSED
-
-
-@dataclass
-class Model:
-    """What a sandbox must be: its state, and the counters in its memory and on its disk."""
-
-    state: SandboxState = RUNNING
-    memory: int = 0
-    disk: int = 0
-    saved_memory: int | None = None
-
-
-operations = st.lists(
-    st.tuples(
-        st.sampled_from(
-            [
-                "create",
-                "work",
-                "pause",
-                "pause cold",
-                "connect",
-                "connect cold",
-                "kill",
-                "fail",
-                "die",
-                "reboot",
-                "stop",
-            ]
-        ),
-        st.integers(0, 3),
-        st.integers(0, 30),
-    ),
-    max_size=14,
-)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(history=operations)
-def test_random_histories(history: list[tuple[str, int, int]]) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        asyncio.run(_live_through(World(Path(directory)), history))
-
-
-async def _live_through(world: World, history: list[tuple[str, int, int]]) -> None:
-    models: dict[str, Model] = {}
-    server = await Server(world).start()
-    for name, index, step in [("create", 0, 0), *history]:
-        sandbox_id = sorted(models)[index % len(models)] if models else "inone"
-        model = models.get(sandbox_id, Model())
-        if name == "create":
-            models[(await server.orchestrator.create(wish())).id] = Model()
-        elif name == "work":
-            world.work()
-            for one in models.values():
-                if one.state is RUNNING:
-                    one.memory, one.disk = one.memory + 1, one.disk + 1
-        elif name in ("pause", "pause cold", "fail"):
-            if name == "fail":
-                server.script.failing["saved.save"] = AgentEnvError("no room")
-            outcome = await outcome_of(server.orchestrator.pause(sandbox_id, memory=name != "pause cold"))
-            server.script.failing.clear()
-            expected = sandbox_id in models and model.state is RUNNING and name != "fail"
-            assert (outcome is None) == expected
-            if expected:
-                model.state, model.saved_memory = PAUSED, model.memory if name == "pause" else None
-        elif name in ("connect", "connect cold"):
-            memory = None if name == "connect" else False
-            outcome = await outcome_of(server.orchestrator.connect(sandbox_id, 60, memory=memory))
-            assert isinstance(outcome, tuple) == (sandbox_id in models)
-            if isinstance(outcome, tuple):
-                assert outcome[1] == (model.state is PAUSED)
-                if outcome[1]:
-                    warm = name == "connect" and model.saved_memory is not None
-                    model.state, model.memory = RUNNING, model.saved_memory or 0 if warm else 0
-        elif name == "kill":
-            outcome = await outcome_of(server.orchestrator.kill(sandbox_id))
-            assert (outcome is None) == (models.pop(sandbox_id, None) is not None)
-        else:
-            if name == "die":  # in the middle of whatever a pause or a resume is at
-                paused = model.state is PAUSED
-                call = server.orchestrator.connect(sandbox_id, 60) if paused else server.orchestrator.pause(sandbox_id)
-                await crash(server, step, asyncio.create_task(call))
-            elif name == "stop":
-                await server.orchestrator.close()
-            else:
-                await server.vanish()
-                world.reboot()
-                models = {key: one for key, one in models.items() if one.state is PAUSED}
-            server = await Server(world).start()
-            if name == "die" and sandbox_id in models:
-                after = server.orchestrator.get(sandbox_id).state
-                if after is PAUSED and model.state is RUNNING:
-                    model.saved_memory = model.memory
-                elif after is RUNNING and model.state is PAUSED:
-                    model.memory = model.saved_memory or 0
-                model.state = after
-        await server.orchestrator.settled()
-        server.check(models)
-        for key, one in models.items():
-            assert server.orchestrator.get(key).state is one.state
-            if one.state is RUNNING:
-                assert (world.content.get(key, 0), world.written.get(key, 0)) == (one.memory, one.disk)
-    await server.orchestrator.close()
