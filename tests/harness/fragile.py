@@ -16,12 +16,14 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 FRAGILE = (sys.executable, __file__)
 _HOME = Path(os.environ.get("AENV_HOME", "/nowhere"))
+_HELD_TIMEOUT_S = 120.0
 _STEPS, _DIE_AT = _HOME / "steps", _HOME / "die-at"
 
 
@@ -63,8 +65,12 @@ class Steps:
         """Begin something that comes to a step (`<kind>.<call>`), and keep it there while the block runs."""
         pipe = _pipe_of(self._home, step)
         os.mkfifo(pipe)
+        too_long = threading.Timer(_HELD_TIMEOUT_S, pipe.read_bytes)
+        too_long.start()
         begin()
         with pipe.open("wb"):  # opens when the server reads it
+            assert too_long.is_alive(), f"nothing came to {step}"
+            too_long.cancel()
             pipe.unlink()
             yield
 

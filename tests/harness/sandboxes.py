@@ -42,6 +42,9 @@ while True:
 """
 """Counts into a file and to standard output; beside it, `.lives` says at which count each life of the machine began."""
 
+BEFORE_IT_IS_TOLD = 50
+"""More counts than a ticker makes in a new life before it is told of it, however busy the host is."""
+
 
 def sdk(server: RunningServer) -> dict[str, Any]:
     """Options that bind the SDK to this server."""
@@ -95,6 +98,17 @@ def lives(sandbox: Sandbox, name: str = "/tmp/ticks") -> list[tuple[str, int]]:
     """The lives that the ticker has seen, and at which count each began."""
     lines = [line.split() for line in sandbox.files.read(f"{name}.lives").splitlines()]
     return [(life, int(count)) for life, count in lines]
+
+
+def count_of_life(sandbox: Sandbox, number: int, name: str = "/tmp/ticks") -> int:
+    """Wait until the ticker has seen so many lives, and return at which count the last began.
+
+    It counts on for a moment before it is told of a new life: see `BEFORE_IT_IS_TOLD`.
+    """
+    until(lambda: len(lives(sandbox, name)) >= number, "the ticker sees no new life")
+    seen = lives(sandbox, name)
+    assert len(seen) == number, seen
+    return seen[-1][1]
 
 
 def kill_all(server: RunningServer) -> None:
