@@ -1,4 +1,4 @@
-"""What `agentenv.client` adds to the official SDK, with real sandboxes: forks one by one, roll backs, trees, cold starts."""
+"""What `agentenv.client` adds to the official SDK, with real sandboxes: forks, roll backs, trees, cold starts."""
 
 from __future__ import annotations
 

@@ -139,6 +139,8 @@ class Client:
                     *lines, buffer = (buffer + chunk).split(b"\n")
                     for line in lines:
                         yield json.loads(line)
+        except aiohttp.ClientPayloadError as error:
+            raise CommandError(f"the server at {self._server.url} closed the connection amid its answer") from error
         except aiohttp.ClientError as error:
             reason = getattr(error, "strerror", None) or error
             raise CommandError(f"the connection to the server at {self._server.url} failed: {reason}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -114,6 +115,19 @@ def test_fork_prints_ids_and_counts_failures(aenv: Command, service: FakeService
     results = json.loads(aenv("fork", "isource", "-n", "3", "-o", "json").out)
     assert [set(result) for result in results] == [{"error"}, {"sandbox"}, {"error"}]
     assert "envdAccessToken" not in results[1]["sandbox"]
+
+
+def test_a_fork_whose_answer_breaks_off(
+    aenv: Command, service: FakeService, monkeypatch: pytest.MonkeyPatch, server: str
+) -> None:
+    async def fork(sandbox_id: str, *, count: int, timeout_s: int, on_result: Any) -> None:
+        on_result(make_sandbox("ifirst"))
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(service, "fork", fork)
+    broken = aenv("fork", "isource", "-n", "2")
+    assert (broken.code, broken.out) == (1, "ifirst\n")
+    assert broken.err == f"aenv: the server at {server} closed the connection amid its answer\n"
 
 
 def test_rollback(aenv: Command, service: FakeService) -> None:
