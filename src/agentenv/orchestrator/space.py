@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
 
 from agentenv.config import MIB, Settings
 from agentenv.errors import StorageError
@@ -66,41 +65,34 @@ class NodeSpace:
             templates_bytes=self._layers.owned_bytes(owner_of_template("")),
             snapshots_bytes=named + self._layers.owned_bytes(OWNER_PREFIX, without=owner_of_hidden),
             paused_bytes=hidden + self._layers.owned_bytes(owner_of_hidden),
-            disks_bytes=sum(_bytes_below(path) for path in _entries(self._paths.disks)),
+            disks_bytes=sum(size for _, size in _sizes_in(self._paths.disks)),
             budget_bytes=None if self._budget_mib is None else self._budget_mib * MIB,
             free_bytes=self._host.free_disk_bytes(),
         )
 
     def _files_of_snapshots(self) -> tuple[int, int]:
         """What the own files of hidden and of named snapshots take up."""
-        hidden = named = 0
-        for path in _entries(self._paths.snapshots):
-            size = _bytes_below(path)
-            if path.name.startswith(HIDDEN_PREFIX):
-                hidden += size
-            else:
-                named += size
-        return hidden, named
+        sizes = _sizes_in(self._paths.snapshots)
+        hidden = sum(size for name, size in sizes if name.startswith(HIDDEN_PREFIX))
+        return hidden, sum(size for _, size in sizes) - hidden
 
 
-def _entries(directory: Path) -> list[Path]:
+def _sizes_in(directory: str | os.PathLike[str]) -> list[tuple[str, int]]:
+    """What each entry of a directory takes up on the disk, with all that is below it."""
+    sizes = []
     try:
         with os.scandir(directory) as entries:
-            return [Path(entry.path) for entry in entries]
-    except (FileNotFoundError, NotADirectoryError):  # what is there may go at any moment
-        return []
-    except OSError as error:
-        raise StorageError(f"cannot look into {directory}: {error.strerror}") from error
-
-
-def _bytes_below(path: Path) -> int:
-    """What the files of a directory, or a file, take up on the disk."""
-    try:
-        found = path.lstat()
+            for entry in entries:
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # what is there may go at any moment
+                    continue
+                if stat.S_ISDIR(found.st_mode):
+                    sizes.append((entry.name, sum(size for _, size in _sizes_in(entry.path))))
+                else:
+                    sizes.append((entry.name, found.st_blocks * _BLOCK_BYTES))
     except FileNotFoundError:
-        return 0
+        return sizes
     except OSError as error:
-        raise StorageError(f"cannot look at {path}: {error.strerror}") from error
-    if stat.S_ISDIR(found.st_mode):
-        return sum(_bytes_below(entry) for entry in _entries(path))
-    return found.st_blocks * _BLOCK_BYTES
+        raise StorageError(f"cannot look into {os.fspath(directory)}: {error.strerror}") from error
+    return sizes

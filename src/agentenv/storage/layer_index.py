@@ -257,10 +257,12 @@ def owned_bytes(connection: sqlite3.Connection, prefix: str, without: str | None
     ranges = [(prefix, _behind(prefix))]
     if without is not None:
         ranges = [(prefix, without), (_behind(without), _behind(prefix))]
-    # Ranges of the primary key, so that it does not matter how much others own.
-    condition = " OR ".join("owner >= ? AND owner < ?" for _ in ranges)
-    owned = f"SELECT digest FROM layer_references WHERE {condition}"  # noqa: S608
-    query = f"SELECT coalesce(sum(size), 0) FROM layers WHERE digest IN ({owned})"  # noqa: S608
+    # The index by digest has the owners in order, so that each layer takes one look, whoever else uses it.
+    condition = " OR ".join(
+        "EXISTS (SELECT 1 FROM layer_references AS r WHERE r.digest = layers.digest AND r.owner >= ? AND r.owner < ?)"
+        for _ in ranges
+    )
+    query = f"SELECT coalesce(sum(size), 0) FROM layers WHERE {condition}"  # noqa: S608
     return int(connection.execute(query, [end for each in ranges for end in each]).fetchone()[0])
 
 
