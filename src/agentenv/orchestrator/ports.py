@@ -125,8 +125,12 @@ class SnapshotCatalog(Protocol):
             TemplateNotFoundError: nothing is called so.
         """
 
-    async def id_of(self, reference: str) -> str:
-        """The id of what `find` finds; of damaged ones, too, when they are called by their id."""
+    async def ids_called(self, reference: str) -> Sequence[str]:
+        """Ids of all that a deletion by this reference is about, the oldest first.
+
+        Raises:
+            TemplateNotFoundError: nothing is called so.
+        """
 
     async def tree(self, sandbox_id: str | None = None) -> Sequence[accounting.SnapshotNode]:
         """The roots of the family tree, of one sandbox or of all."""

@@ -48,26 +48,39 @@ class Shelf:
             raise SnapshotNotFoundError(reference.strip()[:200]) from error
 
     async def delete(self, reference: str) -> None:
-        """Delete one that no sandbox needs. Once begun it comes to its end."""
+        """Delete what a reference is about, see `SnapshotCatalog.ids_called`, if no sandbox needs any of it.
+
+        Once begun it comes to its end.
+        """
         parts = self._parts
         try:
-            snapshot_id = await parts.catalog.id_of(reference)
+            snapshot_ids = await parts.catalog.ids_called(reference)
         except TemplateNotFoundError as error:
             raise SnapshotNotFoundError(reference.strip()[:200]) from error
         for live in parts.live:
-            if snapshot_id == _needed_by(live):
+            if _needed_by(live) in snapshot_ids:
                 raise InvalidRequestError(
                     f"snapshot '{reference}' cannot be deleted: sandbox {live.sandbox.id} {_NEEDED_IN[live.state]}"
                 )
-        # From here on none begins to need it.
-        parts.deleting.add(snapshot_id)
-        await to_the_end(parts.operations.spawn(self._delete(snapshot_id), f"delete snapshot {snapshot_id}"))
+        # From here on none begins to need them.
+        fresh = tuple(name for name in snapshot_ids if name not in parts.deleting)
+        parts.deleting.update(fresh)
+        await to_the_end(parts.operations.spawn(self._delete(reference, fresh), f"delete snapshot {reference[:200]}"))
 
-    async def _delete(self, snapshot_id: str) -> None:
+    async def _delete(self, reference: str, snapshot_ids: tuple[str, ...]) -> None:
+        gone = 0
         try:
-            await self._parts.catalog.delete(snapshot_id)
+            for (
+                snapshot_id
+            ) in snapshot_ids:  # the oldest first: whatever cuts this short, the name stays with the latest
+                try:
+                    await self._parts.catalog.delete(snapshot_id)
+                except SnapshotNotFoundError:
+                    gone += 1
         finally:
-            self._parts.deleting.discard(snapshot_id)
+            self._parts.deleting.difference_update(snapshot_ids)
+        if gone == len(snapshot_ids):  # somebody else was faster
+            raise SnapshotNotFoundError(reference.strip()[:200])
 
     async def tree(self, sandbox_id: str | None) -> tuple[SnapshotNode, ...]:
         """The roots of the family tree."""

@@ -1,8 +1,8 @@
 """Which snapshot has which name now, kept up to date as snapshots come and go. Decides on manifests; no I/O.
 
 The rules: a snapshot is a build of a template, and its names, `alias:tag`, are tags of the template; one that never had
-a name has the tag `default`. Of several with the same name the latest has it, and when that one goes, the one before
-has it again.
+a name has the tag `default`. Of several with the same name the latest has it; when that one alone goes, the one before
+has it again, but whoever deletes by name deletes all that ever had it.
 """
 
 from __future__ import annotations
@@ -120,6 +120,16 @@ class SnapshotNames:
             if found is None and wanted.name in self._templates:
                 found = self._published[self._builds[wanted.name][-1][1]]
             return found
+
+    def ever_called(self, wanted: TemplateReference) -> tuple[str, ...]:
+        """Ids of all that a reference means or meant before, the oldest first: a template id alone means all builds."""
+        with self._lock:
+            exact = self._published.get(wanted.tag or wanted.name)
+            if exact is not None and (wanted.tag is None or wanted.name in _templates(exact.manifest)):
+                return (exact.snapshot_id,)
+            if wanted.tag is None and wanted.name in self._templates:
+                return tuple(name for _, name in self._builds[wanted.name])
+            return tuple(name for _, name in self._holders.get((wanted.name, wanted.tag or DEFAULT_TAG), ()))
 
     def builds(self, template: str) -> tuple[Published, ...]:
         """All builds of a template, by its id or an alias, the oldest first."""

@@ -83,20 +83,28 @@ class SnapshotCatalog:
                     return found
         raise TemplateNotFoundError(reference.strip()[:200])
 
-    async def id_of(self, reference: str) -> str:
-        """The id of what `find` finds; of damaged ones, too, when they are called by their id.
+    async def ids_called(self, reference: str) -> tuple[str, ...]:
+        """Ids of all that a deletion by a reference is about, the oldest first; damaged ones when called by their id.
+
+        A name is about every snapshot that ever had it: were the one before to have it again, a deletion that is
+        repeated would delete another snapshot each time. A template id alone is about all its builds.
 
         Raises:
             InvalidRequestError: the reference is malformed.
             TemplateNotFoundError: nothing is called so.
         """
+        wanted = parse_reference(reference)
+        await self._snapshots.refresh()
+        found = self._names.ever_called(wanted)
+        if found:
+            return found
         try:
-            return (await self.find(reference)).snapshot_id
+            return ((await self.find(reference)).snapshot_id,)
         except SnapshotError:
-            snapshot_id = _id_in(parse_reference(reference))
+            snapshot_id = _id_in(wanted)
             if snapshot_id is None:
                 raise
-            return snapshot_id
+            return (snapshot_id,)
 
     async def builds(self, template_id: str) -> tuple[Published, ...]:
         """All builds of a template, by its id or an alias, the oldest first; empty when there is none."""

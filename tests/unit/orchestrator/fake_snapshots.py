@@ -225,10 +225,13 @@ class FakeCatalog:
                 return one
         raise TemplateNotFoundError(reference)
 
-    async def id_of(self, reference: str) -> str:
+    async def ids_called(self, reference: str) -> Sequence[str]:
         if reference in self._world.snapshots:
-            return reference
-        return (await self.find(reference)).snapshot_id
+            return (reference,)
+        found = await self.find(reference)
+        wanted = {reference, f"{reference}:default"}
+        called = [one.snapshot_id for one in self._published() if wanted & set(one.manifest.names)]
+        return called or (found.snapshot_id,)
 
     async def tree(self, sandbox_id: str | None = None) -> Sequence[accounting.SnapshotNode]:
         await self._script.at("catalog.tree")

@@ -134,11 +134,12 @@ async def test_the_latest_of_a_name_has_it(world: World) -> None:
 
 async def test_what_is_deleted_is_gone_for_good(world: World) -> None:
     snapshot_id = await world.take("web")
-    await world.catalog.delete(await world.catalog.id_of("web"))
+    assert await world.catalog.ids_called("web") == (snapshot_id,)
+    await world.catalog.delete(snapshot_id)
     with pytest.raises(TemplateNotFoundError):
         await world.catalog.find("web")
     with pytest.raises(TemplateNotFoundError):
-        await world.catalog.id_of(snapshot_id)
+        await world.catalog.ids_called(snapshot_id)
     with pytest.raises(SnapshotNotFoundError):
         await world.catalog.delete(snapshot_id)
     assert not world.path(snapshot_id).parent.exists()
@@ -205,6 +206,29 @@ async def test_those_of_before_there_were_names(world: World) -> None:
     assert await world.means(published.reference) == await world.means(snapshot_id) == snapshot_id
 
 
+async def test_a_deletion_by_name_is_about_all_that_ever_had_it(world: World) -> None:
+    first, other, second = await world.take("web:v1"), await world.take("web"), await world.take("team/web:v1")
+    unnamed = await world.take(None)
+    template_id = (await world.catalog.find(first)).template_id
+    alone = (await world.catalog.find(unnamed)).template_id
+    expected = {
+        "web:v1": (first, second),
+        "web": (other,),
+        "web:default": (other,),
+        f"{template_id}:v1": (first, second),
+        template_id: (first, other, second),
+        first: (first,),
+        f"web:{second}": (second,),
+        f"{template_id}:{other}": (other,),
+        f"{alone}:default": (unnamed,),
+        alone: (unnamed,),
+    }
+    assert {reference: await world.catalog.ids_called(reference) for reference in expected} == expected
+    for reference in ("web:v2", f"other:{first}", "nothing"):
+        with pytest.raises(TemplateNotFoundError):
+            await world.catalog.ids_called(reference)
+
+
 async def test_damaged_manifests(world: World) -> None:
     first, second = await world.take("web"), await world.take("web")
     sound = world.path(second).read_bytes()
@@ -216,7 +240,7 @@ async def test_damaged_manifests(world: World) -> None:
         for reference in (second, f"web:{second}"):
             with pytest.raises(SnapshotError, match=re.escape(f"{world.path(second)} is no manifest of a snapshot")):
                 await catalog.find(reference)
-            assert await catalog.id_of(reference) == second
+            assert await catalog.ids_called(reference) == (second,)
         assert await catalog.name("web", ()) == await world.catalog.name("web", ())
     # Mended by hand, it is known as soon as somebody asks for it.
     world.path(second).write_bytes(sound)
@@ -224,7 +248,7 @@ async def test_damaged_manifests(world: World) -> None:
     world.path(second).write_bytes(b"")
     with pytest.raises(SnapshotError):
         await world.catalog.find(second)
-    await world.catalog.delete(await world.catalog.id_of(second))
+    await world.catalog.delete(second)
     assert await world.means(second) is None and not world.path(second).parent.exists()
 
 
