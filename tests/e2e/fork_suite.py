@@ -141,7 +141,7 @@ def _fork(lab: Lab, source: Sandbox, body: object) -> tuple[int, Any]:
 async def test_sixteen_forks_are_distinct_and_have_all_that_their_source_has(lab: Lab, source: Sandbox) -> None:
     await asyncio.to_thread(_sixteen_forks, lab, source)
     assert set(lab.world.peers) == {HOST_ADDRESS}
-    assert len(lab.world.peers) == MOST - 1, "each fork reached the world once"
+    assert COUNT <= len(lab.world.peers) < MOST, "each fork reaches the world once"
 
 
 def _sixteen_forks(lab: Lab, source: Sandbox) -> None:
@@ -226,12 +226,13 @@ def _wrong_counts_and_states(lab: Lab, source: Sandbox) -> None:
     assert lab.steps.read() == [], "nothing was touched for any of them"
 
     paused = Sandbox.create(timeout=600, **sdk(lab.server))
-    with lab.steps.held("machine.save_state", threading.Thread(target=paused.pause).start):
+    pausing = threading.Thread(target=paused.pause)
+    with lab.steps.held("machine.save_state", pausing.start):
         status, answer = _fork(lab, paused, {})
         assert (status, "paus" in answer["message"]) == (409, True), answer
         assert lab.server.api("POST", f"/sandboxes/{paused.sandbox_id}/snapshots", {})[0] == 409
         assert lab.server.api("POST", f"/sandboxes/{paused.sandbox_id}/pause", {})[0] == 409
-    until(lambda: "pauseMode" in info_of(lab.server, paused.sandbox_id), "it was not paused")
+    pausing.join()
     status, answer = _fork(lab, paused, {})
     assert (status, "paused" in answer["message"]) == (409, True), answer
     assert paused.kill() is True
