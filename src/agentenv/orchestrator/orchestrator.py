@@ -7,46 +7,37 @@ beside this one; nothing of HTTP is here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
-from typing import TypeVar
 
 import structlog
 
 from agentenv.config import Settings
 from agentenv.errors import (
     AgentEnvError,
-    ConflictError,
-    InvalidRequestError,
-    SandboxNotFoundError,
 )
 from agentenv.orchestrator import logbook
-from agentenv.orchestrator.admission import Admission, StartGate
+from agentenv.orchestrator.assembly import assemble
 from agentenv.orchestrator.capturing import Capturer
-from agentenv.orchestrator.cleanup import Cleaner
 from agentenv.orchestrator.clock import SystemClock
 from agentenv.orchestrator.creation import Creator
 from agentenv.orchestrator.disk_events import DiskEvents
 from agentenv.orchestrator.forking import Forker
-from agentenv.orchestrator.guest_memory import SavedMemoryFiles
 from agentenv.orchestrator.journal import Journal
-from agentenv.orchestrator.launch import Launcher, Releaser, WarmPool
+from agentenv.orchestrator.launch import WarmPool
 from agentenv.orchestrator.lifetimes import Lifetimes
-from agentenv.orchestrator.live import LiveSandbox, LiveSandboxes
+from agentenv.orchestrator.live import LiveSandbox
 from agentenv.orchestrator.model import (
     CollectedSpace,
     CreateRequest,
     LogEntry,
     MetricSample,
-    OnTimeout,
     Sandbox,
     SandboxState,
     SnapshotInfo,
     SnapshotNode,
     SpaceReport,
 )
-from agentenv.orchestrator.parts import OperationParts
 from agentenv.orchestrator.pausing import Pauser
 from agentenv.orchestrator.ports import (
     AgentFactory,
@@ -62,17 +53,15 @@ from agentenv.orchestrator.ports import (
     Space,
     TemplateStore,
 )
-from agentenv.orchestrator.presence import Presence, wakes
 from agentenv.orchestrator.reconcile import Adopted, Reconciler
 from agentenv.orchestrator.rolling_back import RollBack
 from agentenv.orchestrator.routes import Route, RouteTable
 from agentenv.orchestrator.shelf import Shelf, info_of
 from agentenv.orchestrator.states import VISIBLE
 from agentenv.orchestrator.tasks import OwnedTasks
-from agentenv.orchestrator.waking import start_in_flight
+from agentenv.orchestrator.waiting import Waiting, outcome_of
 from agentenv.vmm.base import Vmm
 
-T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 SHORTEST_REFRESH_S = 15
@@ -115,17 +104,31 @@ class Orchestrator:
         warm: WarmPool | None = None,
     ) -> None:
         self.routes = RouteTable()
-        self._settings = settings
         self._slots = slots
         self._space = space
         self._clock = clock = clock or SystemClock()
         self._journal = journal = journal or Journal(settings.paths.journal)
-        self._live = LiveSandboxes()
-        self._operations = OwnedTasks()
-        """Kills, roll-backs, changes: once begun they come to their end, whoever leaves."""
         self._background = OwnedTasks()
-        releaser = Releaser(journal=journal, slots=slots, disks=disks, saved=saved)
-        self._cleaner = Cleaner(releaser, clock)
+        parts = assemble(
+            settings,
+            vmm=vmm,
+            slots=slots,
+            disks=disks,
+            templates=templates,
+            assets=assets,
+            agents=agents,
+            host=host,
+            saved=saved,
+            catalog=catalog,
+            clock=clock,
+            journal=journal,
+            memory=memory,
+            warm=warm,
+            routes=self.routes,
+            pause=lambda live: self._pauser.pause_at_end(live),
+        )
+        self._live, self._operations, self._presence = parts.live, parts.operations, parts.presence
+        self._cleaner = parts.cleaner
         self._disk_events = DiskEvents(self._live, clock)
         disks.on_event(self._disk_events.note)
         self._reconciler = Reconciler(
@@ -135,54 +138,10 @@ class Orchestrator:
             slots=slots,
             disks=disks,
             orphans=orphans,
-            releaser=releaser,
-            cleaner=self._cleaner,
+            releaser=parts.releaser,
+            cleaner=parts.cleaner,
             host=host,
             saved=saved,
-        )
-        launcher = Launcher(
-            settings,
-            journal=journal,
-            vmm=vmm,
-            slots=slots,
-            disks=disks,
-            assets=assets,
-            agents=agents,
-            host=host,
-            clock=clock,
-            memory=memory or SavedMemoryFiles(),
-            warm=warm,
-        )
-        limits = settings.sandbox
-        self._presence = Presence(
-            journal=journal,
-            releaser=releaser,
-            cleaner=self._cleaner,
-            agents=agents,
-            clock=clock,
-            live=self._live,
-            routes=self.routes,
-            operations=self._operations,
-            pause=lambda live: self._pauser.pause_at_end(live),
-        )
-        self._parts = parts = OperationParts(
-            settings=settings,
-            journal=journal,
-            templates=templates,
-            catalog=catalog,
-            vmm=vmm,
-            launcher=launcher,
-            releaser=releaser,
-            cleaner=self._cleaner,
-            saved=saved,
-            agents=agents,
-            live=self._live,
-            admission=Admission(limits, host),
-            gate=StartGate(limits.max_concurrent_starts, limits.max_queued_starts, clock),
-            clock=clock,
-            operations=self._operations,
-            presence=self._presence,
-            standing=asyncio.Semaphore(limits.max_concurrent_starts),
         )
         self._creator = Creator(parts)
         self._pauser = Pauser(parts)
@@ -190,6 +149,7 @@ class Orchestrator:
         self._forker = Forker(parts, self._capturer, self._creator)
         self._shelf = Shelf(parts)
         self._lifetimes = Lifetimes(parts)
+        self._waiting = Waiting(self._live, self._pauser, self._lifetimes)
         self._roll_back = RollBack(parts, self._pauser)
 
     async def start(self) -> None:
@@ -276,24 +236,7 @@ class Orchestrator:
             SnapshotError: what was saved is damaged. It stays paused.
             AgentEnvError: as for `create`. It stays paused.
         """
-        if timeout_s <= 0:
-            raise InvalidRequestError("timeout must be positive")
-        while True:
-            live = self._live.find(sandbox_id)
-            if live is not None and live.state is SandboxState.KILLING:
-                raise ConflictError(f"sandbox {sandbox_id} is being killed")
-            live = await self._settled(sandbox_id)
-            if live.state is SandboxState.PAUSED:
-                task = self._pauser.resume(live, self._lifetimes.capped(timeout_s), memory=memory)
-                return await self._outcome(task, sandbox_id), True
-            if live.state is not SandboxState.RUNNING:
-                raise start_in_flight(sandbox_id)
-            try:
-                return await self._lifetimes.change_end(live, timeout_s, extend_only=True), False
-            except (ConflictError, SandboxNotFoundError):
-                # Its time may have ended in a pause just now; then it is resumed.
-                if live.state not in (SandboxState.PAUSING, SandboxState.PAUSED):
-                    raise
+        return await self._waiting.connect(sandbox_id, timeout_s, memory=memory)
 
     async def resume(
         self, sandbox_id: str, timeout_s: int, *, auto_pause: bool | None = None, memory: bool | None = None
@@ -310,19 +253,7 @@ class Orchestrator:
             ConflictError: it runs, or is being resumed.
             AgentEnvError: as for `connect`.
         """
-        if timeout_s <= 0:
-            raise InvalidRequestError("timeout must be positive")
-        live = await self._settled(sandbox_id)
-        if live.state is SandboxState.RUNNING:
-            raise ConflictError(f"sandbox {sandbox_id} is running already", should_retry=False)
-        task = self._pauser.resume(live, self._lifetimes.capped(timeout_s), memory=memory)
-        if auto_pause is not None:
-            on_timeout = OnTimeout.PAUSE if auto_pause else OnTimeout.KILL
-            request = replace(
-                live.sandbox.request, on_timeout=on_timeout, auto_resume=live.sandbox.request.auto_resume and auto_pause
-            )
-            live.sandbox = replace(live.sandbox, request=request)
-        return await self._outcome(task, sandbox_id)
+        return await self._waiting.resume(sandbox_id, timeout_s, auto_pause=auto_pause, memory=memory)
 
     async def pause(self, sandbox_id: str, *, memory: bool = True, require_healthy: bool = False) -> None:
         """Pause a sandbox: when this returns, its state is durable and its VM gone. A cancelled call does not stop it.
@@ -339,8 +270,7 @@ class Orchestrator:
             InsufficientStorageError: a disk is full. It runs on.
             AgentEnvError: of the step that failed. It runs on.
         """
-        live = await self._settled(sandbox_id, (SandboxState.CAPTURING,))
-        await self._outcome(self._pauser.pause(live, memory=memory, require_healthy=require_healthy), sandbox_id)
+        await self._waiting.pause(sandbox_id, memory=memory, require_healthy=require_healthy)
 
     def get(self, sandbox_id: str) -> Sandbox:
         """Return a sandbox.
@@ -452,7 +382,7 @@ class Orchestrator:
         """
         live = self._live.visible(sandbox_id)
         work = self._capturer.snapshot(live, name=name, memory=memory)
-        return info_of(await self._outcome(self._operations.spawn(work, f"snapshot {sandbox_id}"), sandbox_id))
+        return info_of(await outcome_of(self._operations.spawn(work, f"snapshot {sandbox_id}"), sandbox_id))
 
     async def fork(
         self,
@@ -501,7 +431,7 @@ class Orchestrator:
             ConflictError: the sandbox does not run, or the snapshot does not fit to this node.
             AgentEnvError: it failed. The message says whether the sandbox runs on, or is paused in the snapshot.
         """
-        return await self._outcome(self._roll_back.begin(self._live.visible(sandbox_id), reference), sandbox_id)
+        return await outcome_of(self._roll_back.begin(self._live.visible(sandbox_id), reference), sandbox_id)
 
     async def snapshots(self, *, sandbox_id: str | None = None, name: str | None = None) -> Sequence[SnapshotInfo]:
         """Return the named snapshots, the oldest first.
@@ -575,41 +505,9 @@ class Orchestrator:
             AgentEnvError: it could not be resumed.
         """
         while self.routes.get(sandbox_id) is None:
-            live = self._live.find(sandbox_id)
-            if live is None or live.state not in VISIBLE:
+            if not await self._waiting.wake(sandbox_id):
                 return None
-            if live.state is SandboxState.PAUSED:
-                if not wakes(live.sandbox):
-                    return None
-                self._pauser.resume(live, self._lifetimes.capped(live.sandbox.request.timeout_s), memory=None)
-            transition = live.transition
-            if transition is None:
-                return None
-            if live.state is SandboxState.RESUMING:
-                await self._outcome(transition, sandbox_id)
-            else:
-                await asyncio.wait([transition])
         return self.routes.get(sandbox_id)
-
-    async def _settled(
-        self, sandbox_id: str, moments: Collection[SandboxState] = (SandboxState.CAPTURING, SandboxState.PAUSING)
-    ) -> LiveSandbox:
-        """A visible sandbox that is not being paused, or captured."""
-        live = self._live.visible(sandbox_id)
-        while live.state in moments and live.transition is not None:
-            await asyncio.wait([live.transition])
-            live = self._live.visible(sandbox_id)
-        return live
-
-    async def _outcome(self, task: asyncio.Task[T], sandbox_id: str) -> T:
-        """Wait for a task that goes on when the caller leaves, and ends early when the sandbox is killed."""
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if task.cancelled() and (caller is None or not caller.cancelling()):
-                raise SandboxNotFoundError(sandbox_id) from None
-            raise
 
     def _adopt(self, adopted: Adopted) -> None:
         live = LiveSandbox(adopted.sandbox, adopted.holdings)
