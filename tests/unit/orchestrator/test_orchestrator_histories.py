@@ -20,7 +20,7 @@ from agentenv.orchestrator.model import Sandbox, SandboxState
 from agentenv.snapshots.manifest import HIDDEN_PREFIX
 
 RUNNING, PAUSED = SandboxState.RUNNING, SandboxState.PAUSED
-STARTS = ("vmm.load", "vmm.boot")
+STARTS = ("waiting.load", "vmm.load", "vmm.boot")
 
 
 @dataclass
@@ -88,15 +88,15 @@ operations = st.lists(
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-@given(history=operations)
-def test_random_histories(history: list[tuple[str, int, int, int]]) -> None:
+@given(history=operations, warm=st.sampled_from([0, 2]))
+def test_random_histories(history: list[tuple[str, int, int, int]], warm: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        asyncio.run(_live_through(World(Path(directory)), history))
+        asyncio.run(_live_through(World(Path(directory)), history, warm))
 
 
-async def _live_through(world: World, history: list[tuple[str, int, int, int]]) -> None:
+async def _live_through(world: World, history: list[tuple[str, int, int, int]], warm: int) -> None:
     model = Model()
-    server = await Server(world).start()
+    server = await Server(world, warm=warm).start()
     for name, which, what, step in [("create", 0, 0, 0), ("work", 0, 0, 0), *history]:
         if name in CALLS:
             _apply(model, name, which, what, await outcome_of(_call(server, model, name, which, what)))
@@ -111,15 +111,16 @@ async def _live_through(world: World, history: list[tuple[str, int, int, int]]) 
             server = await _die(server, model, CALLS[step % len(CALLS)], which, what, step)
         else:
             if name == "stop":
-                await server.orchestrator.close()
+                await server.close()
             else:
                 await server.vanish()
                 world.reboot()
                 model.guests = {key: one for key, one in model.guests.items() if one.state is PAUSED}
-            server = await Server(world).start()
+            server = await Server(world, warm=warm).start()
         await server.orchestrator.settled()
+        await server.warm.settled()
         _compare(server, model)
-    await server.orchestrator.close()
+    await server.close()
 
 
 def _call(server: Server, model: Model, name: str, which: int, what: int) -> Awaitable[Any]:
@@ -212,7 +213,7 @@ async def _die(server: Server, model: Model, name: str, which: int, what: int, s
     task: asyncio.Task[Any] = asyncio.ensure_future(_call(server, model, name, which, what))  # type: ignore[arg-type]
     await crash(server, step, task)
     world.leased.clear()
-    server = await Server(world).start()
+    server = await Server(world, warm=server.settings.vmm.warm_machines).start()
     await server.orchestrator.settled()
     real = {one.id: one for one in server.orchestrator.list()}
     guest_id, snapshot_id = model.guest(which), model.snapshot(what)
