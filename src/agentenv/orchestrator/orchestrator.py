@@ -109,7 +109,7 @@ class Orchestrator:
         self._clock = clock = clock or SystemClock()
         self._journal = journal = journal or Journal(settings.paths.journal)
         self._background = OwnedTasks()
-        parts = assemble(
+        self._parts = parts = assemble(
             settings,
             vmm=vmm,
             slots=slots,
