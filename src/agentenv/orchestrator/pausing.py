@@ -115,17 +115,22 @@ class Pauser:
             _log.warning("auto_pause_failed", sandbox=live.sandbox.id, error=error.message)
 
     async def _pause(self, live: LiveSandbox, memory: bool, require_healthy: bool) -> None:
+        needed = require_healthy or not memory
+        if not needed:
+            # It is called paused from now on, so new traffic waits and wakes it, instead of being cut in the middle.
+            self._parts.presence.hide(live)
+            self._parts.presence.let_sleep(live)
         async with live.saving:  # until a snapshot that is being taken is there
-            await self._pause_now(live, memory, require_healthy)
+            await self._pause_now(live, memory, needed)
 
-    async def _pause_now(self, live: LiveSandbox, memory: bool, require_healthy: bool) -> None:
+    async def _pause_now(self, live: LiveSandbox, memory: bool, needed: bool) -> None:
+        """Pause it; it is not reachable already unless its agent is needed."""
         parts = self._parts
         sandbox = live.sandbox
         began = parts.clock.monotonic()
         snapshot_id = hidden_id(sandbox.id)
-        hidden = False
+        hidden = not needed
         try:
-            needed = require_healthy or not memory
             responsive = await responsiveness.answers(parts.agents, live, needed=needed, refusal=_REFUSAL)
             live.holdings.snapshots.add(snapshot_id)
             live.sandbox = replace(live.sandbox, pausing_into=snapshot_id)
