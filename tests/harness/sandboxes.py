@@ -118,8 +118,8 @@ def kill_all(server: RunningServer) -> None:
 
 
 def delete_snapshots(server: RunningServer) -> None:
-    """Delete every named snapshot of a server."""
-    for snapshot in server.api("GET", "/snapshots")[1]:
+    """Delete every named snapshot of a server, the oldest first: a name takes all with it that ever had it."""
+    for snapshot in reversed(server.api("GET", "/snapshots")[1]):
         assert server.api("DELETE", f"/templates/{snapshot['snapshotID']}")[0] == 204
 
 

@@ -231,8 +231,10 @@ describe('official JavaScript SDK', { timeout: 20 * MINUTE }, () => {
     } finally {
       await copy.kill()
     }
-    for (const { snapshotId } of listed) assert.equal(await Sandbox.deleteSnapshot(snapshotId), true)
-    assert.equal(await Sandbox.deleteSnapshot(second.snapshotId), false)
+    for (const { snapshotId } of [older, second]) {
+      assert.equal(await Sandbox.deleteSnapshot(snapshotId), true)
+      assert.equal(await Sandbox.deleteSnapshot(snapshotId), false)
+    }
     assert.deepEqual(await Sandbox.listSnapshots({ sandboxId: sandbox.sandboxId }).nextItems(), [])
     await process.kill()
   })
