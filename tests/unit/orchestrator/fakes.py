@@ -699,6 +699,8 @@ class Server:
         if not self.script.dead:
             self.script.armed = None
             self.script.failing.clear()
+            for gate in self.script.blocked.values():
+                gate.set()
             await self.close()
 
     async def close(self, *, drain: bool = False) -> None:
