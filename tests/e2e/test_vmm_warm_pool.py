@@ -107,7 +107,11 @@ async def test_a_waiting_process_becomes_a_machine(lab: Lab, tmp_path: Path) -> 
         )
         clone = await warm.load(config, lab.root / "state")
         assert clone.record == dataclasses.replace(
-            orphan, directory=str(directory), memory_file=str(lab.memory_dir / "clone.mem")
+            orphan,
+            directory=str(directory),
+            memory_file=str(lab.memory_dir / "clone.mem"),
+            kernel=str(config.kernel),
+            initramfs=str(config.initramfs),
         ), "it is another process"
         assert counts_in(text_of(clone)) == [], "a loaded machine runs before it is resumed"
         await clone.resume()

@@ -27,6 +27,7 @@ from agentenv.snapshots.machines import Capture, CapturedMachine, SavedMemory
 from agentenv.snapshots.manifest import MachineShape
 from agentenv.templates.snapshots import Naming, Published
 from agentenv.templates.store import DEFAULT_TAG
+from agentenv.vmm.base import MachineRecord
 
 _log = structlog.get_logger(__name__)
 STATE_NAME = "state"
@@ -135,7 +136,7 @@ class Capturer:
         parts = self._parts
         machine, state = live.holdings.machine, live.holdings.directory / STATE_NAME
         assert machine is not None  # noqa: S101 - it runs
-        saved = None if memory is None else SavedMemory(memory, state, live.sandbox.envd_access_token)
+        saved = None if memory is None else saved_memory_of(machine.record, memory, state, live.sandbox)
         capture = capture_of(live.sandbox, shot, saved)
         captured: CapturedMachine | None = None
 
@@ -202,6 +203,8 @@ class Capturer:
         except BaseException as error:
             # Nobody is told of it, so it must not be there.
             await to_the_end(parts.operations.spawn(self._forget(shot), f"forget {shot.capture_id}"))
+            if live.state is SandboxState.KILLING and isinstance(error, Exception):
+                raise SandboxNotFoundError(sandbox_id) from error
             if isinstance(error, AgentEnvError) or not isinstance(error, Exception):
                 raise
             _log.error("snapshot_crashed", sandbox=sandbox_id, exc_info=error)
@@ -243,6 +246,17 @@ class Capturer:
 def _is_in(live: LiveSandbox, life: int) -> bool:
     """Whether a sandbox still runs as it did when it was captured. A pause waits until it is saved."""
     return live.state in (SandboxState.RUNNING, SandboxState.PAUSING) and live.sandbox.life == life
+
+
+def saved_memory_of(record: MachineRecord, image: Path, state: Path, sandbox: Sandbox) -> SavedMemory:
+    """What is saved of a machine besides its disk, and what it needs in order to be loaded."""
+    return SavedMemory(
+        image,
+        state,
+        sandbox.envd_access_token,
+        kernel=None if record.kernel is None else Path(record.kernel),
+        initramfs=None if record.initramfs is None else Path(record.initramfs),
+    )
 
 
 def capture_of(sandbox: Sandbox, shot: Shot, memory: SavedMemory | None) -> Capture:

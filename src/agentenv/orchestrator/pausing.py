@@ -22,7 +22,7 @@ from agentenv.errors import (
     VmmError,
 )
 from agentenv.orchestrator import logbook, responsiveness
-from agentenv.orchestrator.capturing import STATE_NAME, Shot, capture_of
+from agentenv.orchestrator.capturing import STATE_NAME, Shot, capture_of, saved_memory_of
 from agentenv.orchestrator.creation import check_room
 from agentenv.orchestrator.journal import Resource, ResourceKind
 from agentenv.orchestrator.live import LiveSandbox
@@ -188,7 +188,7 @@ class Pauser:
                 if machine.record.memory_file is None:
                     raise VmmError(f"the memory of sandbox {sandbox.id} is in no file that could be saved")
                 await machine.save_state(state)
-                saved_memory = SavedMemory(Path(machine.record.memory_file), state, sandbox.envd_access_token)
+                saved_memory = saved_memory_of(machine.record, Path(machine.record.memory_file), state, sandbox)
             shot = Shot(snapshot_id, memory, responsive)
             await self._parts.saved.save(capture_of(sandbox, shot, saved_memory))
         finally:

@@ -61,6 +61,9 @@ class SavedMemory:
     image: Path
     state: Path
     agent_token: str = field(repr=False)
+    kernel: Path | None = None
+    """What the machine was started with; None: what guests boot from now."""
+    initramfs: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,8 @@ class CapturedMachine:
             disk,
             memory_image=capture.memory.image,
             state=self._draft.directory / self._state.name,
+            kernel=capture.memory.kernel,
+            initramfs=capture.memory.initramfs,
             agent_token=capture.memory.agent_token,
         )
 
@@ -252,7 +257,7 @@ class SavedMachines:
             memory_layers = await self._memory_layers(
                 draft, capture.memory_parent_id, capture.memory.image, disk_layers
             )
-            environment = await asyncio.to_thread(self._environment)
+            environment = await asyncio.to_thread(self._environment, capture.memory)
         manifest = SnapshotManifest(
             snapshot_id=capture.snapshot_id,
             created_at=await self._time(capture.names),
@@ -417,8 +422,9 @@ class SavedMachines:
             return tuple(_reference(layer) for layer in chain)
         raise StorageError(f"the layers of disk {disk_id} change all the time; try again")
 
-    def _environment(self) -> Environment:
+    def _environment(self, memory: SavedMemory) -> Environment:
         facts = self._facts()
+        kernel, initramfs = memory.kernel or self._assets.kernel, memory.initramfs or self._assets.initramfs
         return Environment(
             vmm=facts.vmm,
             vmm_version=facts.version,
@@ -427,9 +433,9 @@ class SavedMachines:
             cpu_model=facts.cpu_model,
             cpu_features=features_digest(facts.cpu_features),
             tsc_khz=facts.tsc_khz,
-            kernel_version=self._assets.kernel_version,
-            kernel_digest=self._digest(self._assets.kernel),
-            initramfs_digest=self._digest(self._assets.initramfs),
+            kernel_version=self._assets.kernel_version if kernel == self._assets.kernel else kernel.name,
+            kernel_digest=self._digest(kernel),
+            initramfs_digest=self._digest(initramfs),
         )
 
     def _boot_files(self) -> tuple[dict[str, Path], dict[str, Path]]:

@@ -89,6 +89,9 @@ class MachineRecord:
     directory: str
     memory_file: str | None
     """A file outside `directory` that holds guest memory, removed with the machine."""
+    kernel: str | None = None
+    """What it was started with, whatever guests boot from since. None: found again by its process alone."""
+    initramfs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,6 +287,8 @@ class QemuVmm:
             start_time=process.start_time,
             directory=str(config.directory),
             memory_file=str(memory_file),
+            kernel=str(config.kernel),
+            initramfs=str(config.initramfs),
         )
 
     def _confinement(self, config: MachineConfig) -> Confinement | None:

@@ -16,7 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_samples import MIB, MachineNode
 
-from agentenv.errors import InsufficientStorageError, SnapshotError, SnapshotNotFoundError, StorageError
+from agentenv.errors import (
+    InsufficientStorageError,
+    SnapshotError,
+    SnapshotMismatchError,
+    SnapshotNotFoundError,
+    StorageError,
+)
 from agentenv.snapshots import machines
 from agentenv.snapshots.machines import MOST_MEMORY_LAYERS
 from agentenv.snapshots.manifest import SnapshotKind
@@ -299,3 +305,24 @@ async def test_a_disk_that_cannot_be_sealed_or_stored(node: MachineNode, monkeyp
             async with node.saved.capture(node.capture(f"late-{number}")) as captured:
                 await (captured.commit() if number else captured.loadable())
     assert node.snapshots.ids() == ()
+
+
+async def test_a_machine_needs_what_it_was_started_with(node: MachineNode) -> None:
+    kernel, initramfs = node.home / "assets" / "vmlinux-0-old", node.home / "assets" / "initramfs-old"
+    kernel.write_text("an older kernel")
+    initramfs.write_text("an older initramfs")
+    capture = node.capture("one")
+    assert capture.memory is not None
+    older = replace(capture, memory=replace(capture.memory, kernel=kernel, initramfs=initramfs))
+    async with node.saved.capture(older) as captured:
+        loadable = await captured.loadable()
+        assert (loadable.kernel, loadable.initramfs) == (kernel, initramfs)
+        manifest = await captured.commit()
+    assert manifest.environment is not None
+    assert manifest.environment.kernel_version == "vmlinux-0-old"
+    async with node.saved.load("one", memory=True) as machine:
+        assert (machine.kernel, machine.initramfs) == (kernel, initramfs)
+    kernel.unlink()
+    with pytest.raises(SnapshotMismatchError, match="kernel"):
+        async with node.machines().load("one", memory=True):
+            raise AssertionError("a kernel that is not there is enough")
