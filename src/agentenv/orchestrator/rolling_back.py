@@ -92,13 +92,14 @@ class RollBack:
         target = await self._find(sandbox_id, reference)
         # The old VM goes before the new one comes, so only a place is needed, no memory.
         async with parts.gate.place(), parts.saved.load(target.snapshot_id, memory=True) as machine:
-            before = await self._settled(live)
-            try:
-                self._turn(live, target)
-                await self._write_down(live)
-            except (Exception, asyncio.CancelledError) as error:
-                await self._undo(live, before, error)
-                raise
+            async with live.saving:  # a snapshot that is being taken needs the disk until it is there
+                before = await self._settled(live)
+                try:
+                    self._turn(live, target)
+                    await self._write_down(live)
+                except (Exception, asyncio.CancelledError) as error:
+                    await self._undo(live, before, error)
+                    raise
             running = await self._start(live, target, machine)
         # From here to the publishing nothing waits.
         live.sandbox = running

@@ -70,9 +70,8 @@ class Shelf:
     async def _delete(self, reference: str, snapshot_ids: tuple[str, ...]) -> None:
         gone = 0
         try:
-            for (
-                snapshot_id
-            ) in snapshot_ids:  # the oldest first: whatever cuts this short, the name stays with the latest
+            # The oldest first: whatever cuts this short, the name stays with the latest.
+            for snapshot_id in snapshot_ids:
                 try:
                     await self._parts.catalog.delete(snapshot_id)
                 except SnapshotNotFoundError:

@@ -380,6 +380,26 @@ async def test_a_pause_waits(server: Server, world: World, step: str) -> None:
     assert world.content[sandbox.id] == 1
 
 
+async def test_a_roll_back_waits(server: Server, world: World) -> None:
+    sandbox = await server.orchestrator.create(wish())
+    world.work()
+    first = await server.orchestrator.snapshot(sandbox.id)
+    world.work()
+    server.script.seen.clear()
+    server.script.blocked["captured.commit"] = asyncio.Event()
+    taking = asyncio.create_task(server.orchestrator.snapshot(sandbox.id))
+    await server.script.reached("captured.commit")
+    rolling = asyncio.create_task(server.orchestrator.rollback(sandbox.id, first.id))
+    await turns()
+    assert "journal.begin_roll_back" not in server.script.seen
+    server.script.blocked.pop("captured.commit").set()
+    assert (await taking).parent_id == first.id
+    back = await rolling
+    assert (back.checkpoint_id, world.content[sandbox.id]) == (first.id, 1)
+    await server.orchestrator.settled()
+    server.check([sandbox.id])
+
+
 async def test_changes_of_its_end_wait_for_the_moment_only(server: Server, world: World) -> None:
     sandbox = await server.orchestrator.create(wish())
     server.script.blocked["machine.copy_memory"] = asyncio.Event()
