@@ -144,7 +144,12 @@ def worded_wake(sandbox_id: str, what: str, error: BaseException) -> AgentEnvErr
     if isinstance(worded, SandboxStartError):
         detail = error.message if isinstance(error, AgentEnvError) else f"internal error ({type(error).__name__})"
         return SandboxStartError(f"sandbox {sandbox_id} {what}: {detail}")
-    return worded
+    return type(worded)(
+        f"sandbox {sandbox_id} {what}: {worded.message}",
+        error_code=worded.error_code,
+        retry_after_s=worded.retry_after_s,
+        should_retry=worded.should_retry,
+    )
 
 
 def _plan(sandbox: Sandbox, machine: LoadableMachine) -> LaunchPlan:

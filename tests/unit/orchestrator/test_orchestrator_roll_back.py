@@ -14,7 +14,9 @@ from test_orchestrator_crash import crash
 
 from agentenv.errors import (
     AgentEnvError,
+    CapacityError,
     ConflictError,
+    InsufficientStorageError,
     InvalidRequestError,
     SandboxNotFoundError,
     SandboxStartError,
@@ -499,9 +501,23 @@ async def test_its_time_ends_while_no_server_runs(world: World, on_timeout: OnTi
             successor.check([sandbox.id])
 
 
-async def test_the_error_of_a_failed_start_names_the_place(server: Server, world: World) -> None:
+@pytest.mark.parametrize(
+    ("step", "error", "kind"),
+    [
+        ("vmm.load", VmmError("another CPU"), SandboxStartError),
+        ("slots.acquire", CapacityError("no slot", retry_after_s=7), CapacityError),
+        ("disks.create", InsufficientStorageError("it is full"), InsufficientStorageError),
+        ("unpack", RuntimeError("?"), SandboxStartError),
+    ],
+)
+async def test_the_error_of_a_failed_start_names_the_place(
+    server: Server, world: World, step: str, error: Exception, kind: type[AgentEnvError]
+) -> None:
     sandbox = await server.orchestrator.create(wish())
     target = take(world, sandbox)
-    server.script.failing["vmm.load"] = VmmError("another CPU")
-    with pytest.raises(SandboxStartError, match=r"paused there now; connect to it: another CPU"):
+    server.script.failing[step] = error
+    with pytest.raises(kind, match="paused there now; connect to it: ") as failed:
         await server.orchestrator.rollback(sandbox.id, target)
+    assert failed.value.retry_after_s == getattr(error, "retry_after_s", None)
+    assert server.orchestrator.get(sandbox.id).state is PAUSED
+    server.check([sandbox.id])
