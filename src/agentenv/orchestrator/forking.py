@@ -56,16 +56,25 @@ class Forker:
         request = replace(source.request, timeout_s=timeout_s, memory=True, idempotency_key=None, request_digest=None)
         self._creator.check(request)
         began = parts.clock.monotonic()
-        async with AsyncExitStack() as stack:
-            async with live.saving:
-                _check_forkable(live)
-                await responsiveness.answers(parts.agents, live, needed=True, refusal="was not forked")
-                _check_forkable(live)
-                source = live.sandbox
-                shot = Shot(f"{_PREFIX}{ids.new_uuid()}", memory=True, responsive=True, kept=False)
-                captured = await self._capturer.capture(live, shot, stack)
-                loadable = await captured.loadable()
-            outcomes = await self._start(_origin(source, loadable), request, count, on_result)
+        outcomes: Sequence[Sandbox | AgentEnvError] = ()
+        try:
+            async with AsyncExitStack() as stack:
+                async with live.saving:
+                    _check_forkable(live)
+                    await responsiveness.answers(parts.agents, live, needed=True, refusal="was not forked")
+                    _check_forkable(live)
+                    source = live.sandbox
+                    shot = Shot(f"{_PREFIX}{ids.new_uuid()}", memory=True, responsive=True, kept=False)
+                    captured = await self._capturer.capture(live, shot, stack)
+                    loadable = await captured.loadable()
+                outcomes = await self._start(_origin(source, loadable), request, count, on_result)
+        except AgentEnvError as error:
+            if not outcomes:
+                raise
+            _log.warning("capture_not_cleared", sandbox=source.id, error=error.message)  # the next start does it
+        except asyncio.CancelledError:
+            self._end(outcomes)
+            raise
         failed = sum(isinstance(one, AgentEnvError) for one in outcomes)
         took_s = round(parts.clock.monotonic() - began, 3)
         _log.info("sandbox_forked", sandbox=source.id, count=count, failed=failed, took_s=took_s)
@@ -96,8 +105,11 @@ class Forker:
         for child in children:
             child.cancel()
         await asyncio.wait(children)
-        for child in children:
-            outcome = None if child.cancelled() or child.exception() is not None else child.result()
+        done = (child for child in children if not child.cancelled() and child.exception() is None)
+        self._end([child.result() for child in done])
+
+    def _end(self, outcomes: Sequence[Sandbox | AgentEnvError]) -> None:
+        for outcome in outcomes:
             live = self._parts.live.find(outcome.id) if isinstance(outcome, Sandbox) else None
             if live is not None and live.state is not SandboxState.KILLING:
                 self._parts.presence.end(live, "the caller left before it was told of it")

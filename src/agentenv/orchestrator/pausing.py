@@ -101,6 +101,8 @@ class Pauser:
         self._parts.operations.spawn(self._pause_at_end(live), f"pause {live.sandbox.id} at its end")
 
     async def _pause_at_end(self, live: LiveSandbox) -> None:
+        while live.state is SandboxState.CAPTURING and live.transition is not None:
+            await asyncio.wait([live.transition])
         if live.state is not SandboxState.RUNNING:
             return
         memory = live.sandbox.request.auto_pause_memory

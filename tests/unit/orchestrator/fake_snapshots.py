@@ -139,6 +139,7 @@ class FakeSaved:
         finally:
             if not self._script.dead:
                 del world.drafts[capture.snapshot_id]
+                await self._script.at("saved.capture over")
 
     async def get(self, snapshot_id: str) -> SnapshotManifest:
         await self._script.at("saved.get")

@@ -197,7 +197,7 @@ async def test_every_step_of_a_fork_fails(world: World) -> None:
                 break
         else:
             pytest.fail("the fork never came to its end")
-    assert {"journal.begin_capture", "saved.capture", "machine.copy_memory", "machine.resume"} <= set(struck)
+    assert {"journal.begin_capture", "saved.capture", "machine.copy_memory", "saved.capture over"} <= set(struck)
     assert {"journal.begin_start", "unpack", "vmm.load", "agent.init", "journal.finish_start"} <= set(struck)
 
 

@@ -55,7 +55,13 @@ async def test_every_step_of_a_snapshot_fails(world: World, memory: bool) -> Non
         else:
             pytest.fail("the snapshot never came to its end")
     steps = {"journal.begin_capture", "machine.pause", "saved.capture", "machine.resume", "journal.end_capture"}
-    steps |= {"captured.commit", "captured.commit done", "journal.note_checkpoint", "saved.delete"}
+    steps |= {
+        "captured.commit",
+        "captured.commit done",
+        "saved.capture over",
+        "journal.note_checkpoint",
+        "saved.delete",
+    }
     steps |= {"machine.save_state", "machine.copy_memory"} if memory else {"agent.sync"}
     assert steps <= set(struck)
 
