@@ -154,10 +154,10 @@ class Capturer:
                 await machine.save_state(state)
                 await together(seal(), machine.copy_memory(memory))
             await machine.resume()
+            stopped_s = round(parts.clock.monotonic() - began, 4)
         finally:
             await in_thread(lambda: state.unlink(missing_ok=True))
         assert captured is not None  # noqa: S101 - seal returned
-        stopped_s = round(parts.clock.monotonic() - began, 4)
         _log.info("sandbox_captured", sandbox=live.sandbox.id, capture=shot.capture_id, stopped_s=stopped_s)
         return captured
 
