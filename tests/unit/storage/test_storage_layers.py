@@ -295,6 +295,18 @@ def test_an_import_of_another_process_is_left_alone_until_that_process_is_killed
     assert file.exists(), "what was not taken in stays with its owner"
 
 
+def test_a_collection_that_is_killed_between_a_file_and_its_row(tmp_path: Path, store: LayerStore) -> None:
+    free = store.import_file(make_layer(tmp_path / "x", {0: "a"}), owner="o")
+    lost = store.import_file(make_layer(tmp_path / "y", {1: "b"}), owner="p")
+    store.drop("o")
+    for layer in (free, lost):
+        layer.path.unlink()
+    assert store.recover().leftovers == 1
+    assert [layer.digest for layer in store.list()] == [lost.digest], (
+        "what somebody needs is told to be lost, not forgotten"
+    )
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_kill_9_anywhere_leaves_nothing_for_ever(tmp_path: Path, store: LayerStore, seed: int) -> None:
     script = """
@@ -315,6 +327,7 @@ def test_kill_9_anywhere_leaves_nothing_for_ever(tmp_path: Path, store: LayerSto
         worker.stdout.readline()
         time.sleep(random.Random(seed).uniform(0, 0.3))  # any moment
         worker.send_signal(signal.SIGKILL)
+        worker.wait()
     store.recover()
     known = {f"sha256/{layer.path.name}" for layer in store.list()}
     assert stored_files(store) == known
