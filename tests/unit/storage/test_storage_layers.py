@@ -327,7 +327,6 @@ def test_kill_9_anywhere_leaves_nothing_for_ever(tmp_path: Path, store: LayerSto
         worker.stdout.readline()
         time.sleep(random.Random(seed).uniform(0, 0.3))  # any moment
         worker.send_signal(signal.SIGKILL)
-        worker.wait()
     store.recover()
     known = {f"sha256/{layer.path.name}" for layer in store.list()}
     assert stored_files(store) == known
