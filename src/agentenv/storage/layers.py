@@ -323,6 +323,13 @@ class LayerStore:
         if dead:
             with self._index.writing(durable=False) as connection:
                 layer_index.end_dead_leases(connection)
+        with self._index.reading() as connection:
+            free = layer_index.free_layers(connection)
+        for facts in free:
+            # A collection that was killed between the file and its row.
+            if not self._path(facts.digest).exists() and self._remove_free(facts.digest):
+                leftovers += 1
+                log.info("layer_leftover_removed", path=str(self._path(facts.digest)))
         return GarbageReport((), freed, leftovers)
 
     def _import(self, path: Path, owner: str, digest: str | None, *, link: bool, read_all: bool) -> StoredLayer:
@@ -386,7 +393,7 @@ class LayerStore:
                     if not gone and not layer_index.is_free(connection, digest):
                         return False
                     # The file goes first: its room may be what the commit needs on a full disk. A row that is left
-                    # without a file is free, and goes with the next collection.
+                    # without a file is free, and goes with `recover`.
                     path.unlink(missing_ok=True)
                     gone = True
                     layer_index.forget(connection, digest)
