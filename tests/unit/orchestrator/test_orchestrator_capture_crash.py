@@ -99,9 +99,9 @@ async def test_crash_at_every_step_of_a_fork(world: World, reboot: bool) -> None
             break
     else:
         pytest.fail("the fork never came to its end")
-    assert {"saved.capture done", "machine.copy_memory", "journal.end_capture", "unpack done", "vmm.load"} <= set(
-        struck
-    )
+    assert {"saved.capture done", "machine.copy_memory", "journal.end_capture"} <= set(struck)
+    # Children start side by side, so that which of their steps are struck is up to chance.
+    assert len({"journal.begin_start", "unpack", "unpack done", "vmm.load", "agent.init"} & set(struck)) > 1
 
 
 @pytest.mark.parametrize("memory", [True, False])
