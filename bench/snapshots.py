@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -197,6 +198,11 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1000:.1f}"
 
 
+def busy() -> str:
+    """What else the host does, in words."""
+    return f"Load average of the host before the run: {os.getloadavg()[0]:.1f}."
+
+
 def of(measured: float, bound: float) -> str:
     return f"{measured / bound:.2f}"
 
@@ -204,6 +210,7 @@ def of(measured: float, bound: float) -> str:
 async def measure_moves(home: Path, raw_home: Path, directory: Path, rounds: int) -> None:
     """Pause, resume, fork; with processes that wait already, and without."""
     raw = Raw()
+    load = busy()
     pauses: dict[str, list[float]] = {}
     resumes: dict[str, list[float]] = {}
     forks: dict[int, list[float]] = {}
@@ -249,7 +256,7 @@ async def measure_moves(home: Path, raw_home: Path, directory: Path, rounds: int
                     _, children = await asyncio.to_thread(served.fork, forked, 1)
                 await asyncio.to_thread(served.kill, children)
             await machines.end(source.machine, source.name, source.slot)
-            description = machines.description
+            description = f"{machines.description}. {load}"
         kill_all(cold)
         kill_all(warm)
     write_moves(description, rounds, raw, pauses, resumes, forks, stops, silences, calm)
@@ -307,7 +314,7 @@ def write_moves(
     write_section(
         "snapshots",
         "Pause, resume, fork",
-        f"{description}. {rounds} rounds, in each the raw calls on a machine without a server, then a pause and a "
+        f"{description} {rounds} rounds, in each the raw calls on a machine without a server, then a pause and a "
         "resume on a server without and on one with waiting processes; then forks, each beside the raw calls. Times "
         "from request to answer, as a client on this host sees them. A process in the source writes every "
         f"{TICK_S * 1000:.0f} ms; its longest silence is seen by that client, too.",
@@ -329,6 +336,7 @@ def measure_chain(rounds: int, home: Path) -> None:
     }
     rows: list[list[str]] = []
     notes: list[str] = []
+    load = busy()
     with RunningServer(home) as server:
         served = Served(server)
         for kind, command in kinds.items():
@@ -362,8 +370,8 @@ def measure_chain(rounds: int, home: Path) -> None:
         "snapshots-chain",
         "Captures in a chain",
         f"Named snapshots of one sandbox of 512 MiB, one after another; before each the guest changes what is named. "
-        f"Medians of {rounds} chains. Bytes are those of the new layers and of the saved devices. The first stores the "
-        "whole memory; a stack of 8 layers is not put upon, so the ninth does so again.",
+        f"Medians of {rounds} chains. {load} Bytes are those of the new layers and of the saved devices. The first "
+        "stores the whole memory; a stack of 8 layers is not put upon, so the ninth does so again.",
         ["changed before it", "capture", "request to 201, ms", "source stopped, ms", "written, MB"],
         rows,
         f"Budgets (design §6) as ratios, 1 is the bound: {'; '.join(notes)}.",
