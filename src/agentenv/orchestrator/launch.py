@@ -16,7 +16,14 @@ from typing import Any
 import structlog
 
 from agentenv.config import Settings
-from agentenv.errors import AgentEnvError, InsufficientStorageError, SandboxStartError, StorageError, VmmError
+from agentenv.errors import (
+    AgentEnvError,
+    CapacityError,
+    InsufficientStorageError,
+    SandboxStartError,
+    StorageError,
+    VmmError,
+)
 from agentenv.guest.base import AgentInfo, GuestIdentity
 from agentenv.guest.kernel import KERNEL_ARGUMENTS
 from agentenv.network.base import (
@@ -262,10 +269,19 @@ class Launcher:
     async def _take_slot(self, plan: LaunchPlan, holdings: Holdings) -> None:
         slot = holdings.slot
         if slot is None:  # a waiting process brings its own
-            slot = holdings.slot = await self._slots.acquire()
+            slot = holdings.slot = await self._acquire()
         await self._journal.note_slot(holdings.sandbox_id, slot, self._clock.now())
         # Before boot: no packet of this guest passes under the rules of another.
         await self._slots.apply_policy(slot, plan.policy)
+
+    async def _acquire(self) -> Slot:
+        while True:
+            try:
+                return await self._slots.acquire()
+            except CapacityError:
+                # Sandboxes that are wanted go before processes that might be.
+                if self._warm is None or not await self._warm.make_room():
+                    raise
 
     def _machine_config(self, plan: LaunchPlan, holdings: Holdings, disk: Disk, slot: Slot) -> MachineConfig:
         return MachineConfig(

@@ -39,7 +39,7 @@ from agentenv.vmm.process import finish_in_thread
 
 log = structlog.get_logger(__name__)
 
-MOST_MEMORY_LAYERS = 8
+MOST_MEMORY_LAYERS = 32
 """A stack of this depth is not put upon: the next image is stored whole, so that loading it stays quick."""
 _TRIES = 5
 

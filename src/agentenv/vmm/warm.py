@@ -190,6 +190,14 @@ class WarmMachines(Generic[Lease]):
             return None
         return WarmMachine(ready.lease, ready.waiting, self._look)
 
+    async def make_room(self) -> bool:
+        """End one process, for its network, and start no more until somebody asks again. False: there was none."""
+        self._wishes.clear()
+        if not self._ready:
+            return False
+        await self._drop(self._ready.pop())
+        return True
+
     def _look(self) -> None:
         """Compare what waits with what is wished for, in the background."""
         if self._task is not None:

@@ -17,6 +17,7 @@ from fake_warm import FakeWaiting
 from fake_world import FakeTemplate, FakeVm, Script, World
 
 from agentenv.errors import (
+    CapacityError,
     GuestAgentError,
     NetworkError,
     VmmError,
@@ -45,6 +46,8 @@ class FakeSlots:
 
     async def acquire(self) -> Slot:
         await self._script.at("slots.acquire")
+        if len(self._world.lent) >= self._world.most_slots:
+            raise CapacityError("every slot is taken")
         index = next(index for index in itertools.count() if index not in self._world.lent)
         self._world.lent[index] = None
         self._mine.add(index)

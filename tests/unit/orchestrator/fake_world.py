@@ -186,6 +186,7 @@ class World:
         self.vms: dict[str, FakeVm] = {}
         """Live VMs by sandbox id."""
         self.lent: dict[int, EgressPolicy | None] = {}
+        self.most_slots = 1000
         self.disks: set[str] = set()
         self.prepared: set[Path] = set()
         """Directories that a VMM has given to their machines."""

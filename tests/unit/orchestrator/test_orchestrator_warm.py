@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from fakes import Server, World, eventually, outcome_of, wish
 
-from agentenv.errors import AgentEnvError, SandboxNotFoundError, StorageError, VmmError
+from agentenv.errors import AgentEnvError, CapacityError, SandboxNotFoundError, StorageError, VmmError
 from agentenv.orchestrator import logbook
 from agentenv.orchestrator.model import Sandbox, SandboxState
 
@@ -64,6 +64,17 @@ async def test_the_second_resume_needs_no_start(server: Server, world: World) ->
     server.check([sandbox.id])
     await server.orchestrator.kill(sandbox.id)
     server.check([])
+
+
+async def test_sandboxes_go_before_processes_that_wait(server: Server, world: World) -> None:
+    paused = await paused_one(server, world)
+    world.most_slots = len(world.lent)
+    assert world.waiting
+    sandboxes = [await server.orchestrator.create(wish()) for _ in range(world.most_slots)]
+    assert not world.waiting
+    with pytest.raises(CapacityError):
+        await server.orchestrator.create(wish())
+    server.check([paused.id, *(sandbox.id for sandbox in sandboxes)])
 
 
 async def test_one_of_another_size_does_not_fit(server: Server, world: World) -> None:

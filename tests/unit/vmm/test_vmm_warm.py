@@ -104,6 +104,25 @@ class Host:
         return sorted(process.config.memory_mib for process in self.processes)
 
 
+async def test_networks_that_are_needed_are_given_up(tmp_path: Path) -> None:
+    host = Host()
+    async with host.pool() as pool:
+        assert not await pool.make_room()
+        for name in ("one", "two"):
+            assert await pool.take(replace(SMALL, vcpus=len(name)), name, tmp_path / name) is None
+            assert await pool.take(LARGE, name, tmp_path / name) is None
+        await pool.settled()
+        for left in reversed(range(pool.waiting)):
+            assert await pool.make_room()
+            assert (len(host.lent), len(host.processes)) == (left, left)
+        assert not await pool.make_room()
+        await pool.settled()
+        assert pool.waiting == 0, "what was given up is started again"
+        assert await pool.take(SMALL, "three", tmp_path / "three") is None
+        await pool.settled()
+        assert pool.waiting == 1
+
+
 async def test_what_was_wanted_is_ready_for_the_next(tmp_path: Path) -> None:
     host = Host()
     async with host.pool() as pool:
