@@ -371,7 +371,7 @@ def measure_chain(rounds: int, home: Path) -> None:
         "Captures in a chain",
         f"Named snapshots of one sandbox of 512 MiB, one after another; before each the guest changes what is named. "
         f"Medians of {rounds} chains. {load} Bytes are those of the new layers and of the saved devices. The first "
-        "stores the whole memory; a stack of 8 layers is not put upon, so the ninth does so again.",
+        "stores the whole memory.",
         ["changed before it", "capture", "request to 201, ms", "source stopped, ms", "written, MB"],
         rows,
         f"Budgets (design §6) as ratios, 1 is the bound: {'; '.join(notes)}.",
