@@ -47,6 +47,7 @@ from agentenv.storage.disks import DiskStore
 from agentenv.storage.layers import LayerStore
 from agentenv.templates.snapshots import SnapshotCatalog
 from agentenv.templates.store import TemplateStore
+from agentenv.templates.store import owner_of as owner_of_template
 from agentenv.vmm.host import filesystem_is_tmpfs
 from agentenv.vmm.memory import choose_memory_dir
 from agentenv.vmm.probe import choose_vmm
@@ -177,7 +178,13 @@ async def _assemble(
     stack.push_async_callback(slots.close)
     budget_mib = settings.snapshots.budget_mib
     snapshots = SnapshotService(
-        await asyncio.to_thread(LocalSnapshots, settings.paths.snapshots, layers, budget_mib=budget_mib)
+        await asyncio.to_thread(
+            LocalSnapshots,
+            settings.paths.snapshots,
+            layers,
+            budget_mib=budget_mib,
+            free_owners=owner_of_template(""),
+        )
     )
     await snapshots.recover()
     saved = SavedMachines(snapshots, layers, disks, assets, vmm.facts)

@@ -62,7 +62,7 @@ class Capturer:
             SandboxNotFoundError: it was killed meanwhile.
             ConflictError: it changes its state.
             InvalidRequestError: the name is malformed, or belongs to something else.
-            GuestUnresponsiveError: its agent does not answer, and `memory` is off.
+            GuestUnresponsiveError: its agent does not answer.
             AgentEnvError: of the step that failed. It runs on.
         """
         parts = self._parts
@@ -72,11 +72,13 @@ class Capturer:
             _check_capturable(live)
             sandbox = live.sandbox
             refusal = "was not captured"
-            responsive = await responsiveness.answers(parts.agents, live, needed=not memory, refusal=refusal)
+            # A sandbox that is started from the memory of a hung agent is of no use, and the name would be taken from a
+            # snapshot that is. A pause keeps it.
+            await responsiveness.answers(parts.agents, live, needed=True, refusal=refusal)
             _check_capturable(live)
             if not memory:
                 await responsiveness.flush(parts.agents, live, refusal=refusal)
-            shot = Shot(ids.new_uuid(), memory, responsive, naming)
+            shot = Shot(ids.new_uuid(), memory, responsive=True, naming=naming)
             published = await self._take(live, shot, naming)
             await self._note(live, sandbox.life, shot.capture_id)
         message = f"snapshot {published.reference} was taken" + ("" if memory else ", without memory")

@@ -14,7 +14,7 @@ from dataclasses import replace
 import structlog
 
 from agentenv import ids
-from agentenv.errors import AgentEnvError, ConflictError, InvalidRequestError
+from agentenv.errors import AgentEnvError, ConflictError, InvalidRequestError, SandboxNotFoundError
 from agentenv.orchestrator import responsiveness
 from agentenv.orchestrator.capturing import Capturer, Shot
 from agentenv.orchestrator.creation import Creator, Origin
@@ -133,5 +133,7 @@ def _origin(source: Sandbox, machine: LoadableMachine) -> Origin:
 
 def _check_forkable(live: LiveSandbox) -> None:
     """Refuse what does not run. One that is captured just now runs in a moment."""
+    if live.state is SandboxState.KILLING:
+        raise SandboxNotFoundError(live.sandbox.id)
     if live.state not in (SandboxState.RUNNING, SandboxState.CAPTURING):
         raise ConflictError(f"sandbox {live.sandbox.id} is {live.state}; only one that runs can be forked")

@@ -33,6 +33,8 @@ class LiveSandbox:
         """The named snapshot that it needs until it runs."""
         self.not_before: datetime | None = None
         """A pause that failed at the end of its time is not tried again before this."""
+        self.failed_pauses = 0
+        """How many failed since the last that did not."""
 
     @property
     def state(self) -> SandboxState:

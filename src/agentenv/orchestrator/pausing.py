@@ -16,9 +16,12 @@ import structlog
 
 from agentenv.errors import (
     AgentEnvError,
+    CapacityError,
     ConflictError,
     GuestUnresponsiveError,
+    InsufficientStorageError,
     SandboxNotFoundError,
+    StorageError,
     VmmError,
 )
 from agentenv.orchestrator import logbook, responsiveness
@@ -36,7 +39,8 @@ from agentenv.snapshots.machines import SavedMemory, hidden_id
 _log = structlog.get_logger(__name__)
 _REFUSAL = "was not paused"
 _RETRY_S = 30
-"""A pause that failed at the end of a sandbox's time is tried again after so long."""
+"""A pause that failed at the end of a sandbox's time is tried again after so long, then after twice as long, …"""
+_LONGEST_RETRY_S = 1800
 
 
 class Pauser:
@@ -164,14 +168,18 @@ class Pauser:
             if live.state is not SandboxState.PAUSING:  # killed: the kill clears up
                 raise SandboxNotFoundError(sandbox.id) from error
             await to_the_end(parts.operations.spawn(self._run_on(live, hidden, error), f"undo the pause {sandbox.id}"))
-            if isinstance(error, AgentEnvError | asyncio.CancelledError):
+            if isinstance(error, AgentEnvError):
+                if live.sandbox.state is SandboxState.RUNNING:
+                    raise _worded(sandbox.id, error) from error
+                raise
+            if isinstance(error, asyncio.CancelledError):
                 raise
             _log.error("pause_crashed", sandbox=sandbox.id, exc_info=error)
             raise VmmError(f"sandbox {sandbox.id} could not be paused: {type(error).__name__}") from error
         if live.watcher is not None:
             live.watcher.cancel()
         live.sandbox = paused
-        live.not_before = None
+        live.not_before, live.failed_pauses = None, 0
         parts.presence.hide(live)
         parts.presence.let_sleep(live)
         await self._waker.tidy(live)
@@ -226,7 +234,9 @@ class Pauser:
             return
         live.apply(Event.PAUSE_FAILED)
         live.sandbox = running
-        live.not_before = now + timedelta(seconds=_RETRY_S)
+        # Each try makes the guest stand still and cuts its connections.
+        live.not_before = now + timedelta(seconds=min(_RETRY_S << min(live.failed_pauses, 16), _LONGEST_RETRY_S))
+        live.failed_pauses += 1
         if live.watcher is not None:
             live.watcher.cancel()
         parts.presence.publish(live)
@@ -267,3 +277,13 @@ class Pauser:
         await parts.releaser.give_back(live.holdings)
         async with parts.saved.load(snapshot_id, memory=memory is not False) as machine:
             return await self._waker.start(live, machine, "resumed", times)
+
+
+def _worded(sandbox_id: str, error: AgentEnvError) -> AgentEnvError:
+    """The error that the caller of a failed pause gets: what became of the sandbox, then why."""
+    if isinstance(error, GuestUnresponsiveError):  # says so itself
+        return error
+    for kind in (InsufficientStorageError, CapacityError, StorageError):
+        if isinstance(error, kind):
+            return kind(f"sandbox {sandbox_id} {_REFUSAL}, it runs on: {error.message}")
+    return VmmError(f"sandbox {sandbox_id} {_REFUSAL}, it runs on: {error.message}")

@@ -134,6 +134,8 @@ class CapturedMachine:
         self._disk = disk
         self._state = state
         self._over = False
+        self.spoiled = False
+        """Whether a commit was begun, and failed."""
 
     async def loadable(self) -> LoadableMachine:
         """What copies of it are started from, here and now.
@@ -168,9 +170,11 @@ class CapturedMachine:
         """
         if self._over:
             raise SnapshotError(f"the capture of snapshot {self._capture.snapshot_id} is over")
-        self._over = True
+        self._over = self.spoiled = True
         disk = await asyncio.shield(self._disk)
-        return await self._saved._commit(self._draft, self._capture, disk, self._state)
+        manifest = await self._saved._commit(self._draft, self._capture, disk, self._state)
+        self.spoiled = False
+        return manifest
 
 
 def hidden_id(sandbox_id: str) -> str:
@@ -233,20 +237,26 @@ class SavedMachines:
             InsufficientStorageError: a disk is full, or the budget of snapshots is.
             AgentEnvError: of the step that failed.
         """
-        async with self._snapshots.draft(capture.snapshot_id, kept=capture.kept) as draft:
-            sealed = asyncio.Event()
-            disk = asyncio.create_task(self._disk_layers(draft, capture.sandbox_id, sealed), name="capture-disk")
-            try:
-                state = None if capture.memory is None else await draft.take_state(capture.memory.state)
-                await _first(sealed, disk)
-                captured = CapturedMachine(self, draft, capture, disk, state)
+        captured: CapturedMachine | None = None
+        try:
+            async with self._snapshots.draft(capture.snapshot_id, kept=capture.kept) as draft:
+                sealed = asyncio.Event()
+                disk = asyncio.create_task(self._disk_layers(draft, capture.sandbox_id, sealed), name="capture-disk")
                 try:
-                    yield captured
+                    state = None if capture.memory is None else await draft.take_state(capture.memory.state)
+                    await _first(sealed, disk)
+                    captured = CapturedMachine(self, draft, capture, disk, state)
+                    try:
+                        yield captured
+                    finally:
+                        captured.close()
                 finally:
-                    captured.close()
-            finally:
-                disk.cancel()
-                await asyncio.wait([disk])
+                    disk.cancel()
+                    await asyncio.wait([disk])
+        finally:
+            if captured is not None and captured.spoiled:
+                # Its memory may be packed already, in a layer that nobody references any more.
+                self._collect_soon()
 
     async def _commit(
         self, draft: AsyncDraft, capture: Capture, disk_layers: tuple[LayerReference, ...], state: StateFile | None
@@ -312,6 +322,9 @@ class SavedMachines:
             AgentEnvError: it cannot be deleted.
         """
         await self._snapshots.delete(snapshot_id)
+        self._collect_soon()
+
+    def _collect_soon(self) -> None:
         self._garbage = True
         if self._collecting is None or self._collecting.done():
             self._collecting = asyncio.get_running_loop().create_task(self._collect(), name="snapshot-garbage")

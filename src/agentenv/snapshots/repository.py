@@ -120,11 +120,20 @@ class LocalSnapshots:
         directory: made (0700) when it is missing: states and manifests are as secret as the machines' memory.
         layers: where their layers are.
         budget_mib: what all snapshots together may take, MiB, each layer counted once. None: no limit.
+        free_owners: layers of owners with this prefix do not count: they are there, whatever becomes of snapshots.
     """
 
-    def __init__(self, directory: Path, layers: SnapshotLayers, *, budget_mib: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        layers: SnapshotLayers,
+        *,
+        budget_mib: int | None = None,
+        free_owners: str | None = None,
+    ) -> None:
         self._directory = directory.absolute()
         self._layers = layers
+        self._free_owners = free_owners
         self._budget = None if budget_mib is None else budget_mib * _MIB
         self._account = Account()
         self._index = SnapshotIndex()
@@ -186,12 +195,12 @@ class LocalSnapshots:
         if self._budget is None:
             return
         self.refresh()
-        used = self._account.total
+        used = self._account.total(self._free_layers())
         if used + size > self._budget:
             raise InsufficientStorageError(
                 f"the snapshots of this node take {used / _MIB:.0f} MiB, and with {size / _MIB:.1f} MiB more they "
-                f"would exceed their budget of {self._budget // _MIB} MiB: delete snapshots (`aenv du` shows what each "
-                "costs), or raise the budget"
+                f"would exceed their budget of {self._budget // _MIB} MiB: delete snapshots (`aenv snapshots "
+                "--tree` shows what each costs) or paused sandboxes, or raise the budget"
             )
 
     def get(self, snapshot_id: str) -> SnapshotManifest:
@@ -403,7 +412,15 @@ class LocalSnapshots:
         if self._budget is None:
             return
         self.refresh()
-        self.ensure_room(self._account.added_by(manifest.layers) + directory.disk_bytes())
+        added = self._account.added_by(manifest.layers, self._free_layers())
+        self.ensure_room(added + directory.disk_bytes())
+
+    def _free_layers(self) -> frozenset[str]:
+        """Digests of layers that cost no snapshot anything: they stay, whatever becomes of snapshots."""
+        if self._free_owners is None:
+            return frozenset()
+        owners = self._layers.owners_with_prefix(self._free_owners)
+        return frozenset(digest for owner in owners for digest in self._layers.references(owner))
 
     def _take_in(self, directory: SnapshotDirectory, manifest: SnapshotManifest) -> None:
         """A snapshot that exists from now on; nothing that fails here may say that it does not."""

@@ -136,9 +136,15 @@ class DiskStacks:
         try:
             parent = (await self._client.restack(disk_id, path)).parent_uuid
         except BlockDaemonError as error:
-            if error.code != UNAVAILABLE or not await self._has_lower(disk_id, path):
+            if error.code != UNAVAILABLE:
                 raise
-            expected = False
+            done = await self._has_lower(disk_id, path)
+            if done is None:
+                raise
+            if done:
+                expected = False
+            else:  # the daemon died before it began; the next one is there
+                parent = (await self._client.restack(disk_id, path)).parent_uuid
         if sealed is not None:
             sealed()
         layer, position = await asyncio.to_thread(self._link, disk_id, path, parent)
@@ -194,14 +200,14 @@ class DiskStacks:
             await self._client.close_device(disk_id)
             await self._open(disk_id, record, lowers)
 
-    async def _has_lower(self, disk_id: str, path: Path) -> bool:
-        """Whether a restack whose answer was lost was done."""
+    async def _has_lower(self, disk_id: str, path: Path) -> bool | None:
+        """Whether a restack whose answer was lost was done; None when nobody knows."""
         try:
             device = (await self.devices()).get(disk_id)
         except AgentEnvError as error:
             log.warning("capture_outcome_unknown", disk=disk_id, error=error.message)
-            return False
-        return device is not None and any(lower.name == path.name for lower in device.lowers)
+            return None
+        return None if device is None else any(lower.name == path.name for lower in device.lowers)
 
     def _link(self, disk_id: str, path: Path, parent: str | None) -> tuple[StoredLayer, int | None]:
         """Take a captured layer in. Its position in the chain is None when its parent is not the disk's top layer."""

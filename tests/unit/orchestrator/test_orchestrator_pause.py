@@ -11,8 +11,10 @@ from fakes import START, Fate, Server, World, eventually, outcome_of, wish
 
 from agentenv.errors import (
     AgentEnvError,
+    BlockDaemonError,
     ConflictError,
     GuestUnresponsiveError,
+    InsufficientStorageError,
     SandboxNotFoundError,
     SnapshotError,
     TooManyRequestsError,
@@ -307,7 +309,7 @@ async def test_paused_without_memory_at_the_end_of_its_time(server: Server, worl
 async def test_pause_at_the_end_of_its_time_is_tried_until_it_works(server: Server, world: World) -> None:
     sandbox = await server.orchestrator.create(wish(timeout_s=10, **PAUSE_ON_TIMEOUT))
     server.script.failing["saved.save"] = VmmError("full")
-    for seconds in (10, 30, 30):
+    for seconds in (10, 30, 60, 120):
         server.script.seen.clear()
         await world.clock.advance(seconds)
         await server.orchestrator.settled()
@@ -315,10 +317,25 @@ async def test_pause_at_the_end_of_its_time_is_tried_until_it_works(server: Serv
         server.check([sandbox.id])
         assert server.orchestrator.get(sandbox.id).state is SandboxState.RUNNING
     server.script.failing.clear()
-    await world.clock.advance(30)
+    await world.clock.advance(239)
+    await server.orchestrator.settled()
+    assert server.orchestrator.get(sandbox.id).state is SandboxState.RUNNING, "each try cuts its connections"
+    await world.clock.advance(1)
     await server.orchestrator.settled()
     assert server.orchestrator.get(sandbox.id).state is SandboxState.PAUSED
     server.check([sandbox.id])
+
+
+async def test_a_failed_pause_says_what_became_of_the_sandbox(server: Server, world: World) -> None:
+    sandbox = await server.orchestrator.create(wish())
+    for error in (InsufficientStorageError("full"), BlockDaemonError("unavailable", "gone"), VmmError("no")):
+        server.script.failing["saved.save"] = error
+        with pytest.raises(
+            AgentEnvError, match=f"sandbox {sandbox.id} was not paused, it runs on: {error.message}"
+        ) as failed:
+            await server.orchestrator.pause(sandbox.id)
+        assert failed.value.status == error.status
+        server.check([sandbox.id])
 
 
 async def test_traffic_wakes_it_once(server: Server, world: World) -> None:

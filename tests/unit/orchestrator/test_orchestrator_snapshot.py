@@ -169,15 +169,24 @@ async def test_memory_of_a_snapshot_may_be_left_out(server: Server, world: World
     assert (world.content[copy.id], world.written[copy.id]) == (0, 1)
 
 
-async def test_a_silent_agent_is_in_the_snapshot_and_refused_later(server: Server, world: World) -> None:
+async def test_a_silent_agent_is_not_captured(server: Server, world: World) -> None:
     source = await server.orchestrator.create(wish())
     world.work()
+    good = await server.orchestrator.snapshot(source.id, name="ready")
     world.hung.add(source.id)
-    with pytest.raises(GuestUnresponsiveError):
-        await server.orchestrator.snapshot(source.id, memory=False)
-    server.check([source.id])
+    for memory in (False, True):
+        with pytest.raises(GuestUnresponsiveError, match="was not captured, it runs on"):
+            await server.orchestrator.snapshot(source.id, name="ready", memory=memory)
+        server.check([source.id])
+    assert (await server.orchestrator.find_snapshot("ready")).id == good.id, "a useless one has the name"
+
+
+async def test_a_silent_agent_in_a_snapshot_is_refused(server: Server, world: World) -> None:
+    source = await server.orchestrator.create(wish())
+    world.work()
     taken = await server.orchestrator.snapshot(source.id)
-    server.check([source.id])
+    snapshot = world.snapshots[taken.id]
+    world.snapshots[taken.id] = replace(snapshot, manifest=replace(snapshot.manifest, agent_responsive=False))
     with pytest.raises(ConflictError, match="memory: false") as refused:
         await server.orchestrator.create(wish(template=taken.id))
     assert refused.value.error_code == "sandbox_snapshot_guest_agent_unresponsive"

@@ -25,5 +25,9 @@ def test_the_total_is_that_of_a_plain_count(changes: list[str], data: st.DataObj
             account.added(present[name])
         held = {layer for made in present.values() for layer in made.layers}
         states = sum(state.size for made in present.values() if (state := made.state))
-        assert account.total == sum(layer.size for layer in held) + states
+        assert account.total() == sum(layer.size for layer in held) + states
+        free = data.draw(st.sets(st.sampled_from(_LAYERS)))
+        digests = [layer.digest for layer in free]
+        assert account.total(digests) == sum(layer.size for layer in held - free) + states
+        assert account.added_by(_LAYERS, digests) == sum(layer.size for layer in set(_LAYERS) - held - free)
         assert account.added_by(_LAYERS) == sum(layer.size for layer in _LAYERS if layer not in held)

@@ -183,8 +183,14 @@ async def test_the_latest_of_a_name_is_the_last_that_was_taken(
 async def test_a_full_budget_leaves_nothing(node: MachineNode) -> None:
     node.snapshots = LocalSnapshots(node.home / "snapshots", node.layers, budget_mib=1)
     node.touch(0, os.urandom(2 * MIB))
+    saved = node.machines()
+    before = node.layers.usage()
     with pytest.raises(InsufficientStorageError, match="budget of 1 MiB"):
-        await node.machines().save(node.capture("one"))
+        await saved.save(node.capture("one"))
+    collecting = saved._collecting
+    assert collecting is not None, "its memory stays on the disk until something else is deleted"
+    await collecting
+    assert node.layers.usage() == before
     assert _left(node) == (set(), [], ())
 
 

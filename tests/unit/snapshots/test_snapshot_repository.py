@@ -345,6 +345,20 @@ def test_the_budget_says_what_to_do(tmp_path: Path) -> None:
         pass
 
 
+def test_layers_of_templates_cost_no_snapshot_anything(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    base = os.urandom(3 << 20)
+    node.add_layer(base, "template:base")
+    node.snapshots = LocalSnapshots(node.directory, node.layers, budget_mib=1, free_owners="template:")
+    node.capture("one", disk=(base, b"small"))
+    node.capture("two", disk=(base, os.urandom(1 << 19)))
+    with pytest.raises(InsufficientStorageError, match=r"take 1 MiB, and with 0\.8 MiB more"):
+        node.capture("three", disk=(base, os.urandom(3 << 18)))
+    node.layers.drop("template:base")
+    with pytest.raises(InsufficientStorageError, match="take 4 MiB"):
+        node.capture("four", disk=(base,))
+
+
 def _names(nodes: tuple[SnapshotNode, ...]) -> list[object]:
     return [(node.snapshot_id, node.manifest is not None, _names(node.children)) for node in nodes]
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -300,6 +300,7 @@ async def test_a_daemon_that_dies_within_a_capture(world: World, method: str, wh
     try:
         await world.disks.capture("one")
     except BlockDaemonError as error:
+        assert method == "replace", "a restack that was not begun is asked for once more"
         assert error.code == "unavailable"
     await world.check("one", {"0": "first", "1": "base"})
     await world.write("one", 1, "second")
@@ -321,8 +322,8 @@ async def test_a_daemon_that_dies_within_a_compaction(world: World, when: str) -
     # The capture replaces a lower, too; only the compaction's second one shall be hit.
     capture = world.disks._stacks.capture
 
-    async def capture_and_arm(disk_id: str) -> StoredLayer:
-        layer = await capture(disk_id)
+    async def capture_and_arm(disk_id: str, sealed: Callable[[], None] | None = None) -> StoredLayer:
+        layer = await capture(disk_id, sealed)
         await ask(world.socket, "fake_die", method="replace", when=when)
         return layer
 
