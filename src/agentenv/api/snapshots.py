@@ -30,7 +30,7 @@ from agentenv.api.params import check_timeout, snapshot_name, snapshot_reference
 from agentenv.api.services import SnapshotService
 from agentenv.api.views import fork_view, handle_view, snapshot_view, tree_view
 from agentenv.config import SandboxSettings
-from agentenv.errors import AgentEnvError
+from agentenv.errors import AgentEnvError, InvalidRequestError
 from agentenv.ids import parse_sandbox_id
 from agentenv.orchestrator.model import Sandbox
 
@@ -87,6 +87,8 @@ def add_snapshot_routes(app: FastAPI, service: SnapshotService, limits: SandboxS
     @app.post("/sandboxes/{sandbox_id:segment}/rollback", response_model_exclude_none=True, tags=["snapshots"])
     async def roll_back_sandbox(sandbox_id: str, body: RollbackBody) -> SandboxHandle:
         """Put a running sandbox back to a snapshot that was taken of it. Id, tokens and time to live stay."""
+        if not body.snapshot_id.strip():
+            raise InvalidRequestError("snapshotID is empty; it names a snapshot that was taken of this sandbox")
         reference = snapshot_reference(body.snapshot_id)
         return handle_view(await service.rollback(parse_sandbox_id(sandbox_id), reference), domain)
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentenv.api.params import snapshot_reference
 from agentenv.api.services import SnapshotService
-from agentenv.errors import NotFoundError, NotImplementedYetError
+from agentenv.errors import NotFoundError, NotImplementedYetError, SnapshotNotFoundError
 from agentenv.orchestrator.model import SnapshotInfo
 from agentenv.templates.store import Template
 
@@ -136,9 +136,13 @@ def add_template_deletion(app: FastAPI, templates: TemplateService, snapshots: S
         try:
             await snapshots.delete_snapshot(reference)
         except NotFoundError:
-            await templates.resolve(reference)
+            try:
+                await templates.resolve(reference)
+            except NotFoundError:
+                raise SnapshotNotFoundError(reference[:200]) from None
             raise NotImplementedYetError(
-                "managing templates: deleting other than snapshots is not supported by this version of AgentENV yet"
+                f"'{reference[:200]}' is a template, not a snapshot, and cannot be deleted: managing templates is not "
+                "supported by this version of AgentENV yet"
             ) from None
 
 

@@ -37,7 +37,12 @@ app = typer.Typer(invoke_without_command=True)
 def snapshot(
     sandbox: SandboxArgument,
     name: Annotated[
-        str | None, typer.Option("--name", help="ALIAS or ALIAS:TAG. One that is in use moves to the new snapshot.")
+        str | None,
+        typer.Option(
+            "--name",
+            help="ALIAS or ALIAS:TAG. One that is in use moves to the new snapshot. Namespaces are dropped: team1/x "
+            "and team2/x are one name.",
+        ),
     ] = None,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Keep the disk alone.")] = False,
     output: OutputOption = None,
@@ -104,6 +109,8 @@ def remove(
     references: Annotated[list[str], typer.Argument(metavar="SNAPSHOT…", help="Names or ids of snapshots.")],
 ) -> None:
     """Delete snapshots. Sandboxes and snapshots that were made from them stay as they are."""
+    if not all(reference.strip() for reference in references):
+        raise CommandError("the name of a snapshot is empty; nothing was deleted", exit_code=2)
 
     async def run() -> None:
         failures = []
@@ -124,7 +131,15 @@ def remove(
 def fork(
     sandbox: SandboxArgument,
     count: Annotated[int, typer.Option("-n", "--count", help="How many copies.", min=1, max=MOST_FORKS)] = 1,
-    timeout: Annotated[int, typer.Option("-t", "--timeout", help="Seconds until each ends.", min=1)] = 300,
+    timeout: Annotated[
+        int,
+        typer.Option(
+            "-t",
+            "--timeout",
+            help="Seconds that each runs. Then it ends; copies of one with autoPause are paused.",
+            min=1,
+        ),
+    ] = 300,
     output: OutputOption = None,
 ) -> None:
     """Make copies of a running sandbox, its processes included; it goes on. Print the id of each that is ready."""
@@ -162,7 +177,11 @@ def rollback(
     sandbox: SandboxArgument,
     reference: Annotated[str, typer.Argument(metavar="SNAPSHOT", help="Name or id of a snapshot of this sandbox.")],
 ) -> None:
-    """Put a running sandbox back to a snapshot that was taken of it. Its id and its time to live stay."""
+    """Put a running sandbox back to a snapshot that was taken of it. Its id and its time to live stay.
+
+    Commands that run in it are cut off. An SDK that waits for one says that the sandbox was killed or reached its end
+    of life, which it did not.
+    """
 
     async def run() -> None:
         async with connect() as client:

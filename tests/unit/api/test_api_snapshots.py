@@ -260,6 +260,13 @@ async def test_bad_rollbacks(
     assert service.get(sandbox_id).life == 1
 
 
+@pytest.mark.parametrize("empty", ["", "  "])
+async def test_rolling_back_to_nothing_says_so(client: Client, sandbox_id: str, empty: str) -> None:
+    answer = await client("POST", f"/sandboxes/{sandbox_id}/rollback", json={"snapshotID": empty})
+    assert answer.status == 400
+    assert answer.json["message"].startswith("snapshotID is empty")
+
+
 async def test_snapshots_come_in_pages_newest_first(client: Client, service: FakeService) -> None:
     service.taken = [make_snapshot(number) for number in range(1, 6)]
     seen: list[str] = []
@@ -335,8 +342,11 @@ async def test_deleting_snapshots(client: Client, service: FakeService, sandbox_
     assert (await client("DELETE", "/templates/tsnap2%3Adefault")).status == 204
     assert (await client("GET", "/snapshots")).json == []
     assert (await client("DELETE", "/templates/..%2Fx")).status == 400
+    unknown = await client("DELETE", "/templates/nope")
+    assert (unknown.status, unknown.json["message"]) == (404, "snapshot 'nope' not found")
     refused = await client("DELETE", "/templates/base")
     assert (refused.status, refused.headers["Should-Retry"]) == (501, "false")
+    assert refused.json["message"].startswith("'base' is a template, not a snapshot, and cannot be deleted: ")
     service.fail_with = InvalidRequestError("a sandbox is paused in it")
     assert (await client("DELETE", "/templates/a")).status == 400
 

@@ -96,8 +96,33 @@ def test_snapshots_rm(aenv: Command, service: FakeService) -> None:
     removed = aenv("snapshots", "rm", "a:v1", "nope/nope", "tsnap2:default")
     assert removed.code == 1
     assert removed.out == "a:v1\ntsnap2:default\n"
-    assert removed.err == "aenv: nope/nope: template 'nope/nope' not found\n"
+    assert removed.err == "aenv: nope/nope: snapshot 'nope/nope' not found\n"
     assert service.taken == []
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_snapshots_rm_refuses_empty_names_before_it_deletes(aenv: Command, service: FakeService, empty: str) -> None:
+    aenv("snapshot", "isource", "--name", "a:v1")
+    refused = aenv("snapshots", "rm", "a:v1", empty)
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err == "aenv: the name of a snapshot is empty; nothing was deleted\n"
+    assert len(service.taken) == 1
+
+
+def test_a_template_is_no_snapshot(aenv: Command) -> None:
+    assert "base: 'base' is a template, not a snapshot, and cannot be deleted" in aenv("snapshots", "rm", "base").err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("fork", "copies of one with autoPause are paused"),
+        ("snapshot", "team1/x and team2/x are one name"),
+        ("rollback", "killed or reached its end of life, which it did not"),
+    ],
+)
+def test_the_help_says_what_surprises(aenv: Command, command: str, words: str) -> None:
+    assert words in " ".join(aenv(command, "--help").out.split())
 
 
 def test_fork_prints_ids_and_counts_failures(aenv: Command, service: FakeService) -> None:
@@ -135,6 +160,7 @@ def test_rollback(aenv: Command, service: FakeService) -> None:
     assert aenv("rollback", "isource", "ready:default").out == "isource\n"
     assert service.get("isource").checkpoint_id == service.taken[0].id
     assert "not found" in aenv("rollback", "isource", "nope").err
+    assert "snapshotID is empty" in aenv("rollback", "isource", "").err
 
 
 def test_disk_space(aenv: Command) -> None:
