@@ -5,8 +5,11 @@ Errors are E2B's: `SandboxException` and its kin, with the server's message.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Self, Unpack, cast
 from urllib.parse import quote
 
@@ -55,9 +58,12 @@ class AsyncSandbox(e2b.AsyncSandbox):
     async def rollback(self, snapshot_id: str, **opts: Unpack[ApiParams]) -> None:
         """Put this running sandbox back to a snapshot that was taken of it: memory, processes and disk.
 
-        Its id, tokens and remaining time stay. Commands that run are cut off; connections are made anew.
+        Its id, tokens and remaining time stay. Commands that run are cut off; connections are made anew. The SDK says
+        of a command that is cut off that the sandbox was killed or reached its end of life: that is not so here.
 
         Raises:
+            TimeoutException: no answer within `request_timeout`. The server goes on with the roll back: wait, or ask
+                with `get_info`, before you use the sandbox.
             NotFoundException: there is no such sandbox, or no such snapshot.
             SandboxException: it does not run (409), the snapshot is not one of its own (400), or it could not be
                 loaded; then the message says what became of the sandbox.
@@ -67,15 +73,24 @@ class AsyncSandbox(e2b.AsyncSandbox):
 
     async def fork_each(
         self, count: int, *, timeout: int | None = None, **opts: Unpack[ApiParams]
-    ) -> AsyncIterator[Self | Exception]:
+    ) -> AsyncGenerator[Self | Exception, None]:
         """Make up to 100 copies of this sandbox and yield each as soon as it is ready, or why it is not.
 
-        Who leaves the iteration early (close it then) has no copies at all.
+        Who leaves the iteration early (close it then) has no copies at all, unless the last was on its way already:
+        metadata, which copies have of this sandbox, finds those. Copies are as this sandbox was created,
+        `autoPause` included: then they are paused at the end of their time, and kept until somebody kills them.
 
         Args:
             count: how many.
-            timeout: seconds that each lives; None: the server's default.
-            opts: connection options; `request_timeout` limits the whole.
+            timeout: seconds that each runs; None: the server's default.
+            opts: connection options; `request_timeout` limits the time that is spent waiting for the server, in all.
+                What the caller does between two copies does not count.
+
+        Raises:
+            TimeoutException: the copies were not all there within `request_timeout`; the server ends those that were.
+            NotFoundException: there is no such sandbox.
+            SandboxException: it cannot be forked, or the connection broke amid the answer; of the latter, too, the
+                server ends the copies, unless it died: then look for them with `list`.
         """
         body: dict[str, Any] = {"count": count}
         if timeout is not None:
@@ -84,12 +99,21 @@ class AsyncSandbox(e2b.AsyncSandbox):
         config = ConnectionConfig(**params)
         client = get_api_client(config).get_async_httpx_client()
         path, headers = f"/sandboxes/{self.sandbox_id}/fork", {"Accept": JSON_LINES}
-        async with client.stream("POST", path, json=body, headers=headers) as answer:
-            if answer.status_code >= 300:
-                await answer.aread()
-                raise _exception(answer)
-            async for line in answer.aiter_lines():
-                yield self._fork_result(json.loads(line), params)
+        patience = _Patience(config.request_timeout)
+        with _sdk_errors("POST", path):
+            async with AsyncExitStack() as stack:
+                async with patience.spent():
+                    answer = await stack.enter_async_context(client.stream("POST", path, json=body, headers=headers))
+                    if answer.status_code >= 300:
+                        await answer.aread()
+                        raise _exception(answer)
+                lines = answer.aiter_lines()
+                for told in range(count):
+                    async with patience.spent():
+                        line = await anext(lines, None)
+                    if line is None:
+                        raise e2b.SandboxException(f"POST {path}: the answer ended after {told} of {count} copies")
+                    yield self._fork_result(json.loads(line), params)
 
     async def snapshot_tree(self, **opts: Unpack[ApiParams]) -> list[SnapshotNode]:
         """The snapshots that were taken of this sandbox, and what they descend from, as trees. Returns the roots."""
@@ -105,8 +129,11 @@ class AsyncSandbox(e2b.AsyncSandbox):
         """One snapshot by its id, name or build id.
 
         Raises:
+            InvalidArgumentException: `snapshot_id` is empty.
             NotFoundException: there is none.
         """
+        if not snapshot_id.strip():
+            raise e2b.InvalidArgumentException("snapshot_id is empty")
         path = f"/snapshots/{quote(snapshot_id, safe='')}"
         return snapshot_from(await _call(cls._resolve_api_params(**opts), "GET", path))
 
@@ -139,13 +166,45 @@ class AsyncSandbox(e2b.AsyncSandbox):
 async def _call(params: ApiParams, method: str, path: str, body: object = None) -> Any:
     """Call the control plane as the SDK does: its key, its retries, its limits, its exceptions."""
     client = get_api_client(ConnectionConfig(**params)).get_async_httpx_client()
-    try:
+    with _sdk_errors(method, path):
         answer = await client.request(method, path, json=body)
-    except httpx.TimeoutException as error:
-        raise e2b.TimeoutException(f"{method} {path}: no answer within the request timeout") from error
-    if answer.status_code >= 300:
-        raise _exception(answer)
-    return answer.json()
+        if answer.status_code >= 300:
+            raise _exception(answer)
+        return answer.json()
+
+
+class _Patience:
+    """How long several waits may take together, in seconds; None: any time."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._left_s = limit_s
+
+    @asynccontextmanager
+    async def spent(self) -> AsyncIterator[None]:
+        """One of the waits.
+
+        Raises:
+            TimeoutError: the time is over.
+        """
+        begun = time.monotonic()
+        async with asyncio.timeout(self._left_s):
+            yield
+        if self._left_s is not None:
+            self._left_s -= time.monotonic() - begun
+
+
+@contextmanager
+def _sdk_errors(method: str, path: str) -> Iterator[None]:
+    """Let what goes wrong with a connection be an error of the SDK."""
+    call = f"{method} {path}"
+    try:
+        yield
+    except (httpx.TimeoutException, TimeoutError) as error:
+        raise e2b.TimeoutException(f"{call}: no answer within the request timeout") from error
+    except httpx.HTTPError as error:
+        raise e2b.SandboxException(f"{call}: the connection to the server failed: {error}") from error
+    except json.JSONDecodeError as error:
+        raise e2b.SandboxException(f"{call}: the server does not answer like an AgentENV server") from error
 
 
 def _exception(answer: httpx.Response) -> Exception:

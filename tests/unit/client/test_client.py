@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import e2b
 import pytest
@@ -20,7 +22,7 @@ from agentenv.errors import (
     SnapshotMismatchError,
     TooManyRequestsError,
 )
-from unit.api.api_fakes import KEY, FakeService, control_plane, make_snapshot
+from unit.api.api_fakes import KEY, FakeService, control_plane, make_sandbox, make_snapshot
 
 
 @pytest_asyncio.fixture
@@ -112,6 +114,71 @@ async def test_who_leaves_a_fork_has_no_copies(service: FakeService) -> None:
     await service.cancelled.wait()
 
 
+async def test_the_request_timeout_of_a_fork_is_for_the_whole(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = await AsyncSandbox.create("base")
+    ended = asyncio.Event()
+
+    async def fork(sandbox_id: str, *, count: int, timeout_s: int, on_result: Any) -> None:
+        try:
+            for _ in range(99):  # each read is short, there is only no end to them
+                on_result(make_sandbox("icopy"))
+                await asyncio.sleep(0.05)
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(service, "fork", fork)
+    with pytest.raises(e2b.TimeoutException, match="/fork: no answer within the request timeout"):
+        _ = [result async for result in sandbox.fork_each(100, request_timeout=1)]
+    await ended.wait()
+
+
+async def test_a_fork_that_begins_too_late(service: FakeService) -> None:
+    sandbox = await AsyncSandbox.create("base")
+    service.slow = asyncio.Event()
+    with pytest.raises(e2b.TimeoutException):
+        _ = [result async for result in sandbox.fork_each(2, request_timeout=0.5)]
+
+
+async def test_a_server_that_dies_amid_a_fork(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = await AsyncSandbox.create("base")
+
+    async def fork(sandbox_id: str, *, count: int, timeout_s: int, on_result: Any) -> None:
+        on_result(make_sandbox("ifirst"))
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(service, "fork", fork)
+    copies = sandbox.fork_each(2)
+    first = await anext(copies)
+    assert isinstance(first, AsyncSandbox)
+    with pytest.raises(e2b.SandboxException, match="/fork: the connection to the server failed"):
+        await anext(copies)
+
+
+async def test_an_answer_with_too_few_copies(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = await AsyncSandbox.create("base")
+
+    async def fork(sandbox_id: str, *, count: int, timeout_s: int, on_result: Any) -> None:
+        on_result(make_sandbox("ifirst"))
+
+    monkeypatch.setattr(service, "fork", fork)
+    with pytest.raises(e2b.SandboxException, match="ended after 1 of 2 copies"):
+        _ = [result async for result in sandbox.fork_each(2)]
+
+
+async def test_nobody_there_is_an_error_of_the_sdk(service: FakeService) -> None:
+    sandbox = await AsyncSandbox.create("base")
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(e2b.SandboxException, match="the connection to the server failed"):
+            _ = [result async for result in sandbox.fork_each(1, api_url=nowhere)]
+        with pytest.raises(e2b.SandboxException, match="the connection to the server failed"):
+            await sandbox.rollback("x", api_url=nowhere)
+
+
 async def test_trees(service: FakeService) -> None:
     sandbox = await AsyncSandbox.create("base")
     root = make_snapshot(1, name="root:default")
@@ -146,6 +213,9 @@ async def test_one_snapshot(service: FakeService) -> None:
     assert (found.build_id, found.parent_id, found.memory_mib) == (service.taken[1].id, parent.id, 512)
     with pytest.raises(e2b.NotFoundException):
         await AsyncSandbox.get_snapshot("team/nope:v1")
+    for empty in ("", " "):
+        with pytest.raises(e2b.InvalidArgumentException, match="snapshot_id is empty"):
+            await AsyncSandbox.get_snapshot(empty)
 
 
 async def test_a_wrong_key_is_the_sdks_error(service: FakeService) -> None:
