@@ -234,13 +234,13 @@ class FakeService:
         timeout_s: int,
         on_result: Callable[[Sandbox | AgentEnvError], None] | None = None,
     ) -> list[Sandbox | AgentEnvError]:
-        self._running(sandbox_id)
+        request = self._running(sandbox_id).request
         self.calls.append(("fork", (count, timeout_s)))
         results: list[Sandbox | AgentEnvError] = []
         for number in range(count):
             if number == self.fork_pauses_at:
                 await self._perhaps()
-            results.append(self.fork_failures.get(number) or self.add(make_sandbox(new_sandbox_id())))
+            results.append(self.fork_failures.get(number) or self.add(make_sandbox(new_sandbox_id(), request=request)))
             if on_result is not None:
                 on_result(results[-1])
         return results
