@@ -21,9 +21,10 @@ if [ $# -gt 0 ]; then
     "${AS_ROOT[@]}" .venv/bin/python -m pytest "$@"
     exit
 fi
-# Guests wait more than they compute, so what needs none runs beside them.
+# Guests wait more than they compute, so what needs none runs beside them. Shells let what is in the background ignore
+# interrupts, and so would all programs that the tests start.
 UNIT_LOG="$(mktemp)"
-"${AS_ROOT[@]}" .venv/bin/python -m pytest tests/unit >"$UNIT_LOG" 2>&1 &
+"${AS_ROOT[@]}" env --default-signal=INT .venv/bin/python -m pytest tests/unit >"$UNIT_LOG" 2>&1 &
 UNIT_TESTS=$!
 trap 'kill "$UNIT_TESTS" 2>/dev/null || true; rm -f "$UNIT_LOG"' EXIT
 step "Python tests: clients, real VMs, the lab (beside them the unit tests)"
