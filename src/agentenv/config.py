@@ -121,7 +121,8 @@ class SnapshotSettings(_Section):
     """Snapshots, those that pauses make included."""
 
     budget_mib: int | None = Field(default=None, gt=0)
-    """What all snapshots of this node may take up on its disk, each layer counted once. None: no limit."""
+    """What all snapshots of this node, those that sandboxes are paused in included, may take up on its disk: each layer
+    counted once, those of templates not at all. None: no limit."""
 
 
 class Settings(BaseSettings):
