@@ -122,7 +122,8 @@ def add_template_routes(
         template = await templates.resolve(template_id)
         builds = _by_template(await snapshots.snapshots()).get(template.template_id, [])
         view = _view(template, builds, agent_version)
-        shown = [_snapshot_build_view(build) for build in builds] or [_build_view(template, agent_version)]
+        shown = [_build_view(uuid.UUID(build.id), build, build.agent_version) for build in builds]
+        shown = shown or [_build_view(_build_id(template), template, agent_version)]
         return TemplateDetails(**view.model_dump(), builds=shown)
 
 
@@ -161,29 +162,16 @@ def _build_id(template: Template) -> uuid.UUID:
     return uuid.uuid5(_BUILD_NAMESPACE, f"{template.template_id} {template.created_at.isoformat()}")
 
 
-def _build_view(template: Template, agent_version: str) -> BuildView:
+def _build_view(build_id: uuid.UUID, made: Template | SnapshotInfo, agent_version: str) -> BuildView:
     return BuildView(
-        build_id=_build_id(template),
-        created_at=template.created_at,
-        updated_at=template.created_at,
-        finished_at=template.created_at,
-        cpu_count=template.vcpus,
-        memory_mb=template.memory_mib,
-        disk_size_mb=template.disk_mib,
+        build_id=build_id,
+        created_at=made.created_at,
+        updated_at=made.created_at,
+        finished_at=made.created_at,
+        cpu_count=made.vcpus,
+        memory_mb=made.memory_mib,
+        disk_size_mb=made.disk_mib,
         envd_version=agent_version,
-    )
-
-
-def _snapshot_build_view(snapshot: SnapshotInfo) -> BuildView:
-    return BuildView(
-        build_id=uuid.UUID(snapshot.id),
-        created_at=snapshot.created_at,
-        updated_at=snapshot.created_at,
-        finished_at=snapshot.created_at,
-        cpu_count=snapshot.vcpus,
-        memory_mb=snapshot.memory_mib,
-        disk_size_mb=snapshot.disk_mib,
-        envd_version=snapshot.agent_version,
     )
 
 

@@ -188,7 +188,6 @@ async def _assemble(
     )
     await snapshots.recover()
     saved = SavedMachines(snapshots, layers, disks, assets, vmm.facts)
-    stack.push_async_callback(saved.close)
     catalog = SnapshotCatalog(snapshots, saved.remove)
     templates = TemplateStore(settings.paths, settings, layers, catalog)
     host = SystemHostProbe(settings.home, memory_dir if filesystem_is_tmpfs(memory_dir) else None)

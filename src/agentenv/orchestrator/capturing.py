@@ -26,7 +26,6 @@ from agentenv.orchestrator.tasks import in_thread, to_the_end, together
 from agentenv.snapshots.machines import Capture, CapturedMachine, SavedMemory
 from agentenv.snapshots.manifest import MachineShape
 from agentenv.templates.snapshots import Naming, Published
-from agentenv.templates.store import DEFAULT_TAG
 from agentenv.vmm.base import MachineRecord
 
 _log = structlog.get_logger(__name__)
@@ -213,8 +212,7 @@ class Capturer:
             raise VmmError(f"sandbox {sandbox_id} could not be saved: {type(error).__name__}") from error
         took_s = round(parts.clock.monotonic() - began, 3)
         _log.info("snapshot_taken", sandbox=sandbox_id, snapshot=shot.capture_id, memory=shot.memory, took_s=took_s)
-        reference = naming.names[0] if naming.names else f"{naming.own_template_id}:{DEFAULT_TAG}"
-        return Published(manifest, reference, naming.names)
+        return Published(manifest, naming.reference, naming.names)
 
     async def _forget(self, shot: Shot) -> None:
         try:

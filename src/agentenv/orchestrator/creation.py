@@ -266,7 +266,7 @@ class Creator:
                 sandbox.started_at,
             )
             async with origin.machine() as machine:
-                info = await parts.launcher.launch(_plan(sandbox, machine), live.holdings)
+                info = await parts.launcher.launch(plan_of(sandbox, machine), live.holdings)
             running = self._ready(sandbox, info.version)
             await logbook.append(
                 live.holdings.directory, LogEntry(sandbox.started_at, "info", "orchestrator", "sandbox start began")
@@ -345,7 +345,8 @@ def identity_of(sandbox: Sandbox) -> GuestIdentity:
     )
 
 
-def _plan(sandbox: Sandbox, machine: LoadableMachine) -> LaunchPlan:
+def plan_of(sandbox: Sandbox, machine: LoadableMachine, *, again: bool = False) -> LaunchPlan:
+    """All decisions of a start; `again` of one that ran before."""
     return LaunchPlan(
         layers=machine.disk_layers,
         disk_bytes=machine.shape.disk_bytes,
@@ -353,6 +354,7 @@ def _plan(sandbox: Sandbox, machine: LoadableMachine) -> LaunchPlan:
         vcpus=machine.shape.vcpus,
         memory_mib=machine.shape.memory_mib,
         identity=identity_of(sandbox),
+        again=again,
         saved=machine,
     )
 

@@ -124,10 +124,14 @@ class Pauser:
         needed = require_healthy or not memory
         if not needed:
             # It is called paused from now on, so new traffic waits and wakes it, instead of being cut in the middle.
-            self._parts.presence.hide(live)
-            self._parts.presence.let_sleep(live)
+            self._hide(live, memory)
         async with live.saving:  # until a snapshot that is being taken is there
             await self._pause_now(live, memory, needed)
+
+    def _hide(self, live: LiveSandbox, memory: bool) -> None:
+        self._parts.presence.hide(live)
+        if memory:
+            self._parts.presence.let_sleep(live)
 
     async def _pause_now(self, live: LiveSandbox, memory: bool, needed: bool) -> None:
         """Pause it; it is not reachable already unless its agent is needed."""
@@ -143,11 +147,10 @@ class Pauser:
             await parts.journal.begin_pause(live.sandbox, parts.clock.now())
             async with parts.standing:
                 check_still(live, SandboxState.PAUSING)
-                hidden = True
-                parts.presence.hide(live)
-                if memory:
-                    parts.presence.let_sleep(live)
-                else:
+                if not hidden:
+                    hidden = True
+                    self._hide(live, memory)
+                if not memory:
                     await responsiveness.flush(parts.agents, live, refusal=_REFUSAL)
                 await self._save(live, snapshot_id, memory, responsive)
             now = parts.clock.now()

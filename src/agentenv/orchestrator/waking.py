@@ -23,8 +23,7 @@ from agentenv.errors import (
     TooManyRequestsError,
 )
 from agentenv.orchestrator import logbook
-from agentenv.orchestrator.creation import egress_policy, identity_of, worded_start
-from agentenv.orchestrator.launch import LaunchPlan
+from agentenv.orchestrator.creation import plan_of, worded_start
 from agentenv.orchestrator.live import LiveSandbox
 from agentenv.orchestrator.model import LogEntry, Sandbox, SandboxState
 from agentenv.orchestrator.parts import OperationParts
@@ -57,7 +56,7 @@ class Waker:
             AgentEnvError: of the step that failed; `sleep_on` is the way back.
         """
         parts = self._parts
-        info = await parts.launcher.launch(_plan(live.sandbox, machine), live.holdings)
+        info = await parts.launcher.launch(plan_of(live.sandbox, machine, again=True), live.holdings)
         now = parts.clock.now()
         message = words if machine.state is not None else f"{words}; it booted from its saved disk"
         await logbook.append(live.holdings.directory, LogEntry(now, "info", "orchestrator", message))
@@ -149,18 +148,4 @@ def worded_wake(sandbox_id: str, what: str, error: BaseException) -> AgentEnvErr
         error_code=worded.error_code,
         retry_after_s=worded.retry_after_s,
         should_retry=worded.should_retry,
-    )
-
-
-def _plan(sandbox: Sandbox, machine: LoadableMachine) -> LaunchPlan:
-    shape = machine.shape
-    return LaunchPlan(
-        layers=machine.disk_layers,
-        disk_bytes=shape.disk_bytes,
-        policy=egress_policy(sandbox.request),
-        vcpus=shape.vcpus,
-        memory_mib=shape.memory_mib,
-        identity=identity_of(sandbox),
-        again=True,
-        saved=machine,
     )

@@ -51,7 +51,7 @@ class CapturedDisks(Protocol):
 
     async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]: ...
 
-    async def collected(self) -> None: ...
+    def collect_soon(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,14 +207,6 @@ class SavedMachines:
         self._assets = assets
         self._facts = facts
         self._digests: dict[Path, str] = {}
-        self._garbage = False
-        self._collecting: asyncio.Task[None] | None = None
-
-    async def close(self) -> None:
-        """End background work. Before the disks are closed."""
-        if self._collecting is not None:
-            self._collecting.cancel()
-            await asyncio.wait([self._collecting])
 
     async def save(self, capture: Capture) -> SnapshotManifest:
         """Make a snapshot of a stopped machine. It exists, durably, when this returns; else nothing of it is left.
@@ -256,7 +248,7 @@ class SavedMachines:
         finally:
             if captured is not None and captured.spoiled:
                 # Its memory may be packed already, in a layer that nobody references any more.
-                self._collect_soon()
+                self._disks.collect_soon()
 
     async def _commit(
         self, draft: AsyncDraft, capture: Capture, disk_layers: tuple[LayerReference, ...], state: StateFile | None
@@ -322,17 +314,7 @@ class SavedMachines:
             AgentEnvError: it cannot be deleted.
         """
         await self._snapshots.delete(snapshot_id)
-        self._collect_soon()
-
-    def _collect_soon(self) -> None:
-        self._garbage = True
-        if self._collecting is None or self._collecting.done():
-            self._collecting = asyncio.get_running_loop().create_task(self._collect(), name="snapshot-garbage")
-
-    async def _collect(self) -> None:
-        while self._garbage:
-            self._garbage = False
-            await self._disks.collected()
+        self._disks.collect_soon()
 
     async def hidden(self) -> tuple[str, ...]:
         """Ids of all hidden snapshots, damaged ones, too."""

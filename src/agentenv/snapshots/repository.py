@@ -8,7 +8,7 @@ it. Everything here blocks; `service.py` has the faces for the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,7 +195,11 @@ class LocalSnapshots:
         if self._budget is None:
             return
         self.refresh()
-        used = self._account.total(self._free_layers())
+        self._require_room(size, self._free_layers())
+
+    def _require_room(self, size: int, free: Collection[str]) -> None:
+        assert self._budget is not None  # noqa: S101 - the callers look
+        used = self._account.total(free)
         if used + size > self._budget:
             raise InsufficientStorageError(
                 f"the snapshots of this node take {used / _MIB:.0f} MiB, and with {size / _MIB:.1f} MiB more they "
@@ -412,8 +416,8 @@ class LocalSnapshots:
         if self._budget is None:
             return
         self.refresh()
-        added = self._account.added_by(manifest.layers, self._free_layers())
-        self.ensure_room(added + directory.disk_bytes())
+        free = self._free_layers()
+        self._require_room(self._account.added_by(manifest.layers, free) + directory.disk_bytes(), free)
 
     def _free_layers(self) -> frozenset[str]:
         """Digests of layers that cost no snapshot anything: they stay, whatever becomes of snapshots."""

@@ -136,9 +136,7 @@ class DiskStacks:
         try:
             parent = (await self._client.restack(disk_id, path)).parent_uuid
         except BlockDaemonError as error:
-            if error.code != UNAVAILABLE:
-                raise
-            done = await self._has_lower(disk_id, path)
+            done = await self._has_lower(disk_id, path) if error.code == UNAVAILABLE else None
             if done is None:
                 raise
             if done:

@@ -187,7 +187,7 @@ class DiskStore:
         opened = await self._settle_all(sorted(self._known))
         for disk_id in sorted(self._known):
             self._compactor.consider(disk_id)
-        self._collect_soon()
+        self.collect_soon()
         if failures:
             raise StorageError(f"{len(failures)} disks that nobody needs cannot be removed; {failures[0]}")
         return [*done, *(f"opened disk {disk_id} again" for disk_id in opened)]
@@ -237,10 +237,14 @@ class DiskStore:
         """Return when no compaction is due or under way."""
         await self._compactor.settled()
 
+    def collect_soon(self) -> None:
+        """Have layers that nobody references removed in the background. Many calls at once make one collection."""
+        self._garbage.set()
+
     async def collected(self) -> None:
         """Return when a collection of garbage that begins now has ended."""
         self._collected.clear()
-        self._collect_soon()
+        self.collect_soon()
         await self._collected.wait()
 
     async def _create(self, disk_id: str, layers: Sequence[str], record: DiskRecord) -> None:
@@ -270,7 +274,7 @@ class DiskStore:
         self._records.path(disk_id)  # refuses what is no id
         async with self._locked(disk_id):
             if await self._stacks.remove(disk_id):
-                self._collect_soon()
+                self.collect_soon()
             self._known.discard(disk_id)
             self._unsettled.discard(disk_id)
 
@@ -285,7 +289,7 @@ class DiskStore:
                 return await self._stacks.swap(disk_id, run, digests, merged)
 
         swapped = await self._to_the_end(swap(), f"disk-swap-{disk_id}")
-        self._collect_soon()
+        self.collect_soon()
         return swapped
 
     @asynccontextmanager
@@ -357,7 +361,7 @@ class DiskStore:
                 if event.device in self._known and event.kind in get_args(EventKind):
                     message = event.message or _EVENT_WORDS[event.kind]
                     if event.kind == "no_space":
-                        self._collect_soon()
+                        self.collect_soon()
                     self._tell(DiskEvent(event.device, cast(EventKind, event.kind), message))
 
     def _tell(self, event: DiskEvent) -> None:
@@ -368,9 +372,6 @@ class DiskStore:
             self._callback(event)
         except Exception:
             log.exception("disk_event_callback_crashed", disk=event.disk_id)
-
-    def _collect_soon(self) -> None:
-        self._garbage.set()
 
     async def _collect(self) -> None:
         while True:

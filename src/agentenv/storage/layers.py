@@ -277,7 +277,7 @@ class LayerStore:
 
     def collect_garbage(self) -> GarbageReport:
         """Remove what nobody references or leases, and what killed processes left. Safe at any time."""
-        report = self.recover()
+        report = self._clear_leftovers()
         with self._index.reading() as connection:
             candidates = layer_index.free_layers(connection)
         removed = [facts for facts in candidates if self._remove_free(facts.digest)]
@@ -306,6 +306,19 @@ class LayerStore:
 
     def recover(self) -> GarbageReport:
         """Remove what killed imports and collections left; layers stay. For the start of a server."""
+        report = self._clear_leftovers()
+        with self._index.reading() as connection:
+            free = layer_index.free_layers(connection)
+        rows = 0
+        for facts in free:
+            # A collection that was killed between the file and its row.
+            if not self._path(facts.digest).exists() and self._remove_free(facts.digest):
+                rows += 1
+                log.info("layer_leftover_removed", path=str(self._path(facts.digest)))
+        return replace(report, leftovers=report.leftovers + rows)
+
+    def _clear_leftovers(self) -> GarbageReport:
+        """Remove files that no row and no living process knows, and leases of dead ones."""
         freed, leftovers = 0, 0
         with self._index.locked() as connection:
             dead = frozenset(layer_index.dead_leases(connection))
@@ -323,13 +336,6 @@ class LayerStore:
         if dead:
             with self._index.writing(durable=False) as connection:
                 layer_index.end_dead_leases(connection)
-        with self._index.reading() as connection:
-            free = layer_index.free_layers(connection)
-        for facts in free:
-            # A collection that was killed between the file and its row.
-            if not self._path(facts.digest).exists() and self._remove_free(facts.digest):
-                leftovers += 1
-                log.info("layer_leftover_removed", path=str(self._path(facts.digest)))
         return GarbageReport((), freed, leftovers)
 
     def _import(self, path: Path, owner: str, digest: str | None, *, link: bool, read_all: bool) -> StoredLayer:

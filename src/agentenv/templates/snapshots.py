@@ -31,6 +31,11 @@ class Naming:
     own_template_id: str
     names: tuple[str, ...]
 
+    @property
+    def reference(self) -> str:
+        """What callers refer to it by, until a later one takes its name."""
+        return self.names[0] if self.names else f"{self.own_template_id}:{DEFAULT_TAG}"
+
 
 class SnapshotCatalog:
     """See the module. Used from one event loop.

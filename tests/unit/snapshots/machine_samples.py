@@ -38,9 +38,9 @@ class Disk:
         await self.storing.wait()
         return self.chains[-1][-1]
 
-    async def collected(self) -> None:
+    def collect_soon(self) -> None:
         self.collections += 1
-        await asyncio.to_thread(self.layers.collect_garbage)
+        self.layers.collect_garbage()
 
     async def chain(self, disk_id: str) -> tuple[StoredLayer, ...]:
         return self.chains.pop(0) if len(self.chains) > 1 else self.chains[0]

@@ -130,10 +130,5 @@ async def test_space_comes_back(node: MachineNode) -> None:
         await node.saved.save(node.capture(f"pause-i1-{number}"))
         node.touch(0, os.urandom(MIB))
     await asyncio.gather(*(node.saved.delete(f"pause-i1-{number}") for number in range(4)))
-    collecting = node.saved._collecting
-    assert collecting is not None
-    await collecting
     assert [layer.digest for layer in node.layers.list()] == [node.disk.chains[0][0].digest]
-    assert node.disk.collections <= 4
-    await node.saved.close()
-    await node.saved.close()
+    assert 0 < node.disk.collections <= 4
